@@ -1,4 +1,4 @@
-"""Links of README for the page of a package index, where those relative to the checkout would be dead."""
+"""Links of README for a package index, where links relative to the checkout would be dead."""
 
 import pathlib
 import re
@@ -9,7 +9,10 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|#)([^)]+)\)")
 
 
 def with_absolute_links(text: str, source: str) -> str:
-    """Return a text with links to the files of the repository at the URL `source`; pictures link to the raw files."""
+    """Return a text with links to the files of the repository at the URL `source`.
+
+    Pictures link to the raw files.
+    """
 
     def absolute(link: re.Match[str]) -> str:
         is_picture, words, path = link.groups()

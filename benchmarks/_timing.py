@@ -1,4 +1,5 @@
-"""Interleaved timing: contenders take turns in shuffled order, so that slow phases of the machine affect all alike."""
+"""Interleaved timing: contenders take turns in shuffled order, so that slow phases of the machine
+affect all alike."""
 
 import compileall
 import io
@@ -17,16 +18,18 @@ import jstep
 
 T = TypeVar("T")
 
-# With PYTHONDONTWRITEBYTECODE=1, each process that a benchmark starts would compile an editable jstep again, but not
-# the packages that it is compared with, which pip compiled.
+# With PYTHONDONTWRITEBYTECODE=1, each process that a benchmark starts would compile an editable
+# jstep again, but not the packages that it is compared with, which pip compiled.
 compileall.compile_dir(os.path.dirname(jstep.__file__), quiet=1)
 
 
-def interleaved(contenders: Mapping[str, Callable[[int], object]], calls: int, rounds: int = 15) -> dict[str, list]:
+def interleaved(
+    contenders: Mapping[str, Callable[[int], object]], calls: int, rounds: int = 15
+) -> dict[str, list]:
     """Return the seconds per call of each contender, one value per round.
 
-    If `JSTEP_QUICK_BENCHMARKS` is set in the environment, there are at most three rounds, enough to check that the
-    benchmark runs.
+    If `JSTEP_QUICK_BENCHMARKS` is set in the environment, there are at most three rounds, enough to
+    check that the benchmark runs.
 
     Args:
         contenders: Name → `run(calls)`, which makes that many calls and returns arrays to wait for.
@@ -40,8 +43,8 @@ def interleaved(contenders: Mapping[str, Callable[[int], object]], calls: int, r
     times: dict[str, list] = {name: [] for name in contenders}
     names, shuffled = list(contenders), random.Random(0)
     for _ in range(rounds):
-        # In a fixed order the same contender would always run after a heavy one: after a scan of 100 steps, the next
-        # thousand calls of any contender take about 10 µs longer.
+        # In a fixed order the same contender would always run after a heavy one: after a scan of
+        # 100 steps, the next thousand calls of any contender take about 10 µs longer.
         shuffled.shuffle(names)
         for name in names:
             start = time.perf_counter()
@@ -50,7 +53,9 @@ def interleaved(contenders: Mapping[str, Callable[[int], object]], calls: int, r
     return times
 
 
-def in_turn(contenders: Mapping[str, Callable[[int], T]], calls: int, rounds: int, warm_up: int) -> dict[str, list[T]]:
+def in_turn(
+    contenders: Mapping[str, Callable[[int], T]], calls: int, rounds: int, warm_up: int
+) -> dict[str, list[T]]:
     """Return what `run(calls)` of each contender returns, one value per round, in a fixed order.
 
     With `JSTEP_QUICK_BENCHMARKS` there are three rounds.
@@ -71,7 +76,8 @@ class ThreadTimes(NamedTuple):
     Attributes:
         wall: The time of the clock.
         cpu: The time on a core.
-        delay: The time in which the thread was ready to run, and all cores were taken; 0 except on Linux.
+        delay: The time in which the thread was ready to run, and all cores were taken; 0 except on
+            Linux.
     """
 
     wall: float
@@ -150,7 +156,8 @@ def runner(step, state, *args):
 
 
 def optax_step(transformation):
-    """Return the update of a transformation of Optax: from (params, slots) and gradients to (params, slots)."""
+    """Return the update of a transformation of Optax: from (params, slots) and gradients to
+    (params, slots)."""
     import optax
 
     def step(state, grads):
@@ -168,16 +175,23 @@ def cpu_seconds(run: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def report(title: str, times: Mapping[str, list], bounds: Mapping[tuple[str, str], float], unit: float = 1e6) -> bool:
+def report(
+    title: str,
+    times: Mapping[str, list],
+    bounds: Mapping[tuple[str, str], float],
+    unit: float = 1e6,
+) -> bool:
     """Print medians and ratios; return whether all bounds hold.
 
-    A ratio is the median of the ratios of the rounds, which varies less than the ratio of the medians.
+    A ratio is the median of the ratios of the rounds, which varies less than the ratio of the
+    medians.
     """
     name_of_unit = {1e6: "µs", 1e3: "ms", 1.0: "s"}[unit]
     print(f"\n{title}")
     for name, seconds in times.items():
         print(
-            f"  {name:34s} {statistics.median(seconds) * unit:10.2f} {name_of_unit}  (best {min(seconds) * unit:.2f})"
+            f"  {name:34s} {statistics.median(seconds) * unit:10.2f} {name_of_unit}  (best "
+            f"{min(seconds) * unit:.2f})"
         )
     good = True
     for (ours, peer), bound in bounds.items():
@@ -186,8 +200,10 @@ def report(title: str, times: Mapping[str, list], bounds: Mapping[tuple[str, str
     return good
 
 
-def report_ratio(ours: str, peer: str, ratio: float, bound: float | None = None, beside: str = "") -> bool:
-    """Print a ratio in the format that `report.py` parses, below a title; return whether its bound holds.
+def report_ratio(
+    ours: str, peer: str, ratio: float, bound: float | None = None, beside: str = ""
+) -> bool:
+    """Print a ratio as `report.py` parses it, below a title; return whether its bound holds.
 
     `beside` follows on the same line, in brackets.
     """

@@ -1,21 +1,23 @@
-"""Saver and Orbax's CheckpointManager with states of three sizes: save, restore, and how long the loop waits.
+"""Saver and Orbax's CheckpointManager with states of three sizes: save, restore, and how long the
+loop waits.
 
     python benchmarks/bench_checkpoint.py [rounds] [megabytes] [trained|fresh|zeros]
 
-The manager saves in the background, which is its default. It is there twice, with the handler that its guides show
-(StandardSave), and with what its documentation recommends for speed: PyTreeSave with Zarr 3 in OCDBT, whose chunks are
-compressed faster, restored with the shardings of the arrays. Saver is compared with both.
+The manager saves in the background, which is its default. It is there twice, with the handler that
+its guides show (StandardSave), and with what its documentation recommends for speed: PyTreeSave
+with Zarr 3 in OCDBT, whose chunks are compressed faster, restored with the shardings of the arrays.
+Saver is compared with both.
 
-Each round runs every contender, in shuffled order. Prints medians and minima, also of the CPU time of all threads,
-which other processes disturb less:
+Each round runs every contender, in shuffled order. Prints medians and minima, also of the CPU time
+of all threads, which other processes disturb less:
   stall     save() and the three donated steps after it
   save      save() and wait()
   restore   with the same sharding; that of Saver verifies every byte, that of the manager none
 The ratios to the manager are medians of the ratios of the rounds.
 
-The state of 256 MB is measured in 300 arrays in the temporary folder (or $BENCH_DIR), and in 16 arrays in memory
-(/dev/shm); those of a sixteenth and of a quarter of its bytes are in 30 and 100 arrays. The manager takes most of its
-time for each array, and Saver most of it for each byte.
+The state of 256 MB is measured in 300 arrays in the temporary folder (or $BENCH_DIR), and in 16
+arrays in memory (/dev/shm); those of a sixteenth and of a quarter of its bytes are in 30 and 100
+arrays. The manager takes most of its time for each array, and Saver most of it for each byte.
 """
 
 import itertools
@@ -49,8 +51,11 @@ PEERS = ("orbax manager", "orbax manager, zarr3")
 def make_state(leaves, total):
     size = total // 4 // 2 // leaves  # params and one slot
     keys = jax.random.split(jax.random.key(0), leaves)
-    params = {f"layer{i}": {"kernel": jax.random.normal(key, (size,))} for i, key in enumerate(keys)}
-    state = jstep.TrainState.create(params, jstep.momentum(1e-3, 0.9))  # a fresh state is half random, half zeros
+    params = {
+        f"layer{i}": {"kernel": jax.random.normal(key, (size,))} for i, key in enumerate(keys)
+    }
+    # A fresh state is half random, half zeros.
+    state = jstep.TrainState.create(params, jstep.momentum(1e-3, 0.9))
     slots = {"momentum": params} if DATA == "trained" else state.slots
     params = jax.tree.map(jnp.zeros_like, params) if DATA == "zeros" else params
     return state.replace(params=params, slots=jax.tree.map(jnp.copy, slots))
@@ -60,7 +65,9 @@ class Manager:
     """Orbax's CheckpointManager with common options."""
 
     def __init__(self, directory):
-        self.manager = ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(max_to_keep=2))
+        self.manager = ocp.CheckpointManager(
+            directory, options=ocp.CheckpointManagerOptions(max_to_keep=2)
+        )
 
     def save(self, state):
         self.manager.save(int(state.global_step), args=ocp.args.StandardSave(state))
@@ -69,7 +76,9 @@ class Manager:
         self.manager.wait_until_finished()
 
     def restore(self, shapes):
-        return self.manager.restore(self.manager.latest_step(), args=ocp.args.StandardRestore(shapes))
+        return self.manager.restore(
+            self.manager.latest_step(), args=ocp.args.StandardRestore(shapes)
+        )
 
 
 class Zarr3Manager(Manager):
@@ -84,7 +93,9 @@ class Zarr3Manager(Manager):
         self.manager.save(int(state.global_step), args=ocp.args.PyTreeSave(state))
 
     def restore(self, shapes):
-        args = ocp.args.PyTreeRestore(shapes, restore_args=ocp.checkpoint_utils.construct_restore_args(shapes))
+        args = ocp.args.PyTreeRestore(
+            shapes, restore_args=ocp.checkpoint_utils.construct_restore_args(shapes)
+        )
         return self.manager.restore(self.manager.latest_step(), args=args)
 
 
@@ -121,7 +132,9 @@ def measure(contender, state, step):
     state = timed(phases, "stall", save_and_continue)
     contender.wait()
     timed(phases, "save", save_and_wait)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
     timed(phases, "restore", lambda: jax.block_until_ready(contender.restore(shapes)))
     return state, phases
 
@@ -134,7 +147,10 @@ def rounds_of(leaves, folder, total=BYTES):
         "orbax manager, zarr3": Zarr3Manager(os.path.join(directory, "zarr3")),
         "Saver": Ours(os.path.join(directory, "saver")),
     }
-    step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1 if x.ndim == 0 else x * 0.999, state), donate_argnums=0)
+    step = jax.jit(
+        lambda state: jax.tree.map(lambda x: x + 1 if x.ndim == 0 else x * 0.999, state),
+        donate_argnums=0,
+    )
     state = step(make_state(leaves, total))
     times = {name: [] for name in contenders}
     names, shuffled = list(contenders), random.Random(0)
@@ -173,7 +189,9 @@ def report_rounds(times, where, bounds, total=BYTES):
 def main():
     good, folder = True, os.environ.get("BENCH_DIR")
     for leaves, total in ((15, BYTES // 16), (50, BYTES // 4), (150, BYTES)):
-        good &= report_rounds(rounds_of(leaves, folder, total), f"{2 * leaves} arrays", BOUNDS, total)
+        good &= report_rounds(
+            rounds_of(leaves, folder, total), f"{2 * leaves} arrays", BOUNDS, total
+        )
     if os.path.isdir(IN_MEMORY):
         restore = {"restore": BOUNDS["restore"]}
         good &= report_rounds(rounds_of(8, IN_MEMORY), "16 arrays, files in memory", restore)

@@ -1,17 +1,18 @@
-"""Bytes that a compiled step exchanges between 8 devices, compared with a jitted Optax step of the same shardings.
-They are those of XLA's CPU backend, which sums the gradients of all devices in each of 4 microbatches, unless the sum
-is outside of their loop; the GPU backend moves it out by itself.
+"""Bytes that a compiled step exchanges between 8 devices, compared with a jitted Optax step of the
+same shardings. They are those of XLA's CPU backend, which sums the gradients of all devices in each
+of 4 microbatches, unless the sum is outside of their loop; the GPU backend moves it out by itself.
 
     python benchmarks/bench_collectives.py
 
-Both steps are compiled, not run. The collectives are counted in the compiled HLO, those in a loop once per iteration;
-bytes are those that each device sends or receives, whichever is larger. Shardings of parameters, slots and batch are
-the same for both steps, and XLA inserts the collectives of both. With 4 microbatches, the Optax step scans over the
-batch, split into microbatches by `reshape`, with a sharding constraint that keeps their rows on all devices.
+Both steps are compiled, not run. The collectives are counted in the compiled HLO, those in a loop
+once per iteration; bytes are those that each device sends or receives, whichever is larger.
+Shardings of parameters, slots and batch are the same for both steps, and XLA inserts the
+collectives of both. With 4 microbatches, the Optax step scans over the batch, split into
+microbatches by `reshape`, with a sharding constraint that keeps their rows on all devices.
 
-XLA's CPU backend has no reduce-scatter: if a device needs one shard of a sum, it runs an all-reduce and a slice.
-Unlike the GPU backend, it does not move the reduction of a running sum out of a loop either: each microbatch runs an
-all-reduce, except that jstep runs one per step on Explicit axes.
+XLA's CPU backend has no reduce-scatter: if a device needs one shard of a sum, it runs an all-reduce
+and a slice. Unlike the GPU backend, it does not move the reduction of a running sum out of a loop
+either: each microbatch runs an all-reduce, except that jstep runs one per step on Explicit axes.
 """
 
 import math
@@ -19,7 +20,9 @@ import os
 import pathlib
 import sys
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+    " --xla_force_host_platform_device_count=8"
+)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
@@ -59,7 +62,8 @@ def loss_fn(params, x):
 
 
 def optax_step(mesh, num_microbatches):
-    """Return a train step as written with Optax, which `compiled_like` compiles with a donated state."""
+    """Return a train step as written with Optax, which `compiled_like` compiles with a donated
+    state."""
     optimizer = optax.adam(0.001)
     rows = NamedSharding(mesh, P(None, "data"))
     explicit = rows if AxisType.Explicit in mesh.axis_types else None
@@ -67,7 +71,9 @@ def optax_step(mesh, num_microbatches):
     def gradients(params, x):
         if num_microbatches == 1:
             return jax.value_and_grad(loss_fn)(params, x)
-        parts = jax.lax.reshape(x, (num_microbatches, len(x) // num_microbatches, WIDTH), out_sharding=explicit)
+        parts = jax.lax.reshape(
+            x, (num_microbatches, len(x) // num_microbatches, WIDTH), out_sharding=explicit
+        )
         parts = parts if explicit else jax.lax.with_sharding_constraint(parts, rows)
 
         def add(total, part):
@@ -87,7 +93,9 @@ def optax_step(mesh, num_microbatches):
 
 def compiled_like(step, state, x):
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).lower(state, x).compile()
+    return (
+        jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).lower(state, x).compile()
+    )
 
 
 def figures(compiled):
@@ -126,7 +134,9 @@ def main():
                 theirs, kinds_of_optax = figures(compiled_like(optax_step(mesh, n), peer, batch))
             print(f"  {name:30}{n:>12}  {ours / 1e6:8.2f}  {kinds}")
             print(f"  {'  Optax':30}{n:>12}  {theirs / 1e6:8.2f}  {kinds_of_optax}")
-            ratios.append((f"jstep, {name}" + ("" if n == 1 else f", {n} microbatches"), ours / theirs))
+            ratios.append(
+                (f"jstep, {name}" + ("" if n == 1 else f", {n} microbatches"), ours / theirs)
+            )
     print("\nBytes that a device exchanges in a step")
     hold = [report_ratio(name, "jitted Optax step", ratio, BOUND) for name, ratio in ratios]
     return all(hold)

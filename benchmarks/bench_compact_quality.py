@@ -1,15 +1,19 @@
-"""Held-out losses of `compact` and of `master_weights` on small tasks, with bfloat16 parameters and the same seeds.
+"""Held-out losses of `compact` and of `master_weights` on small tasks, with bfloat16 parameters and
+the same seeds.
 
-    python benchmarks/bench_compact_quality.py [--seeds 5] [--tasks mlp,digits,characters,long] [names]
+    python benchmarks/bench_compact_quality.py [--seeds 5] [--tasks mlp,digits,characters,long]
+        [names]
 
-It prints a row for each optimizer and task: the mean of `master_weights` over the seeds, its standard deviation, the
-mean difference that `compact` makes with the same seeds, the standard error of this mean, and their ratio. A difference
-of two standard errors is expected in one of ten rows with five seeds.
+It prints a row for each optimizer and task: the mean of `master_weights` over the seeds, its
+standard deviation, the mean difference that `compact` makes with the same seeds, the standard error
+of this mean, and their ratio. A difference of two standard errors is expected in one of ten rows
+with five seeds.
 
 - mlp: regression on a fixed random network with noise, 300 steps.
 - digits: a convolutional network on scikit-learn's digits, 100 steps.
 - characters: a transformer on the source of the standard library, 100 steps.
-- long: the regression with new numbers in each step, 100 000 steps, for averages that are slow or fall slowly.
+- long: the regression with new numbers in each step, 100 000 steps, for averages that are slow or
+  fall slowly.
 """
 
 import argparse
@@ -29,7 +33,8 @@ import jstep
 
 
 class Task(NamedTuple):
-    """A task: `init(key)`, `loss(params, *batch)`, `batch(key)`, the held-out batch, and the number of steps."""
+    """A task: `init(key)`, `loss(params, *batch)`, `batch(key)`, the held-out batch, and the number
+    of steps."""
 
     init: Any
     loss: Any
@@ -58,7 +63,10 @@ def network(sizes):
     def init(key):
         keys = jax.random.split(key, len(sizes))
         pairs = zip(keys, sizes, sizes[1:], strict=False)
-        return [{"w": dense(key, rows, columns), "b": jnp.zeros(columns)} for key, rows, columns in pairs]
+        return [
+            {"w": dense(key, rows, columns), "b": jnp.zeros(columns)}
+            for key, rows, columns in pairs
+        ]
 
     return init
 
@@ -84,12 +92,21 @@ def regression(key, rows):
 def mlp():
     x, y = regression(jax.random.key(0), 12_000)
     held_out = x[10_000:], y[10_000:]
-    return Task(network((32, 256, 256, 1)), squared_error, rows_of((x, y), 10_000, 64), held_out, 300)
+    return Task(
+        network((32, 256, 256, 1)), squared_error, rows_of((x, y), 10_000, 64), held_out, 300
+    )
 
 
 def long():
     batch = functools.partial(regression, rows=16)
-    return Task(network((32, 64, 1)), squared_error, batch, regression(jax.random.key(1), 4096), 100_000, 512)
+    return Task(
+        network((32, 64, 1)),
+        squared_error,
+        batch,
+        regression(jax.random.key(1), 4096),
+        100_000,
+        512,
+    )
 
 
 def cross_entropy(scores, labels):
@@ -101,7 +118,10 @@ def digits():
 
     data = load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
-    x, y = (data.images[order, ..., None] / 16).astype(np.float32), data.target[order].astype(np.int32)
+    x, y = (
+        (data.images[order, ..., None] / 16).astype(np.float32),
+        data.target[order].astype(np.int32),
+    )
 
     def init(key):
         keys = jax.random.split(key, 4)
@@ -115,10 +135,16 @@ def digits():
     def loss(params, x, y):
         for name, stride in (("first", 1), ("second", 2)):
             x = jax.lax.conv_general_dilated(
-                x, params[name], (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+                x,
+                params[name],
+                (stride, stride),
+                "SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
             )
             x = jax.nn.relu(x)
-        return cross_entropy(jax.nn.relu(x.reshape(len(x), -1) @ params["dense"]) @ params["last"], y)
+        return cross_entropy(
+            jax.nn.relu(x.reshape(len(x), -1) @ params["dense"]) @ params["last"], y
+        )
 
     return Task(init, loss, rows_of((x, y), 1200, 32), (x[1200:], y[1200:]), 100)
 
@@ -137,7 +163,12 @@ def characters():
         keys = iter(jax.random.split(key, 20))
 
         def layer():
-            shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 256), "down": (256, width)}
+            shapes = {
+                "qkv": (width, 3 * width),
+                "out": (width, width),
+                "up": (width, 256),
+                "down": (256, width),
+            }
             norms = {"norm1": jnp.ones(width), "norm2": jnp.ones(width)}
             return {name: dense(next(keys), *shape) for name, shape in shapes.items()} | norms
 
@@ -152,7 +183,9 @@ def characters():
         x, y = codes[:, :-1], codes[:, 1:]
         h = params["embed"][x] + params["places"]
         for layer in params["layers"]:
-            parts = (norm(h, layer["norm1"]) @ layer["qkv"]).reshape(*x.shape, 3 * heads, width // heads)
+            parts = (norm(h, layer["norm1"]) @ layer["qkv"]).reshape(
+                *x.shape, 3 * heads, width // heads
+            )
             q, k, v = jnp.split(parts, 3, 2)
             scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(width / heads)
             shares = jax.nn.softmax(jnp.where(np.tri(length, dtype=bool), scores, -1e9))
@@ -172,7 +205,8 @@ TASKS = {"mlp": mlp, "digits": digits, "characters": characters, "long": long}
 
 def matrices(optimizer, rest):
     def label(path, leaf):
-        return "matrix" if leaf.ndim == 2 and min(leaf.shape) > 10 and path not in ("embed", "head") else "rest"
+        is_matrix = leaf.ndim == 2 and min(leaf.shape) > 10 and path not in ("embed", "head")
+        return "matrix" if is_matrix else "rest"
 
     return jstep.partition({"matrix": optimizer, "rest": rest}, label)
 
@@ -208,7 +242,9 @@ def long_optimizers(steps):
 
 def losses(task, optimizer, seeds):
     """Return the held-out loss for each seed."""
-    step = jstep.minimize(lambda params, *batch: task.loss(widened(params), *batch), optimizer, jit=False)
+    step = jstep.minimize(
+        lambda params, *batch: task.loss(widened(params), *batch), optimizer, jit=False
+    )
 
     def run(seed):
         of_params, of_batches = jax.random.split(jax.random.key(seed))
@@ -220,7 +256,9 @@ def losses(task, optimizer, seeds):
 
         state = jax.lax.fori_loop(0, task.steps, body, state)
         is_free = any("lr_max" in name for name in state.slots)
-        return task.loss(widened(jstep.schedule_free_params(state) if is_free else state.params), *task.held_out)
+        return task.loss(
+            widened(jstep.schedule_free_params(state) if is_free else state.params), *task.held_out
+        )
 
     return np.asarray(jax.jit(lambda: jax.lax.map(run, jnp.arange(seeds)))())
 
@@ -230,23 +268,37 @@ def widened(params):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tasks", default="mlp,digits,characters")
     given = parser.parse_args()
-    print("| optimizer | task | `master_weights` | over seeds | difference | its standard error | ratio |")
+    print(
+        "| optimizer | task | `master_weights` | over seeds | "
+        "difference | its standard error | ratio |"
+    )
     print("|---|---|---|---|---|---|---|", flush=True)
     tasks = {name: TASKS[name]() for name in given.tasks.split(",")}
-    known = {name: (long_optimizers if name == "long" else optimizers)(task.steps) for name, task in tasks.items()}
+    known = {
+        name: (long_optimizers if name == "long" else optimizers)(task.steps)
+        for name, task in tasks.items()
+    }
     for name in given.names or list(next(iter(known.values()))):
         for name_of_task, task in tasks.items():
             exact = losses(task, jstep.master_weights(known[name_of_task][name]), given.seeds)
-            stored = losses(task, jstep.compact(known[name_of_task][name], min_size=task.min_size), given.seeds)
-            mean, error = np.mean(stored - exact), np.std(stored - exact, ddof=1) / np.sqrt(given.seeds)
+            stored = losses(
+                task, jstep.compact(known[name_of_task][name], min_size=task.min_size), given.seeds
+            )
+            mean, error = (
+                np.mean(stored - exact),
+                np.std(stored - exact, ddof=1) / np.sqrt(given.seeds),
+            )
             over = np.std(exact, ddof=1)
             print(
-                f"| `{name}` | {name_of_task} | {np.mean(exact):.4f} | {over:.4f} | {mean:+.5f} | {error:.5f} "
+                f"| `{name}` | {name_of_task} | {np.mean(exact):.4f} | "
+                f"{over:.4f} | {mean:+.5f} | {error:.5f} "
                 f"| {mean / error:+.1f} |",
                 flush=True,
             )

@@ -1,4 +1,5 @@
-"""CPU seconds of compiling Adam, clipped (beside Optax) and searched by `find_nonfinite`, and of first fingerprints.
+"""CPU seconds of compiling Adam, clipped (beside Optax) and searched by `find_nonfinite`, and of
+first fingerprints.
 
 Two sizes and the exponent of each; the last line has the memory of the first fingerprint of 64 MiB.
 
@@ -27,17 +28,27 @@ def params_of(count: int) -> dict[str, jax.Array]:
 
 def clip_of_jstep(count: int) -> float:
     """Compile Adam with a clipped global norm."""
-    optimizer, params = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(1e-3)), params_of(count)
+    optimizer, params = (
+        jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(1e-3)),
+        params_of(count),
+    )
     state = jstep.TrainState.create(params, optimizer)
-    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)
+    step = jax.jit(
+        lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0
+    )
     return cpu_seconds(lambda: step.lower(state, params).compile() and None)
 
 
 def clip_of_optax(count: int) -> float:
     """Compile Optax's Adam with a clipped global norm."""
-    optimizer, params = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), params_of(count)
+    optimizer, params = (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
+        params_of(count),
+    )
     step = jax.jit(optax_step(optimizer), donate_argnums=0)
-    return cpu_seconds(lambda: step.lower((params, optimizer.init(params)), params).compile() and None)
+    return cpu_seconds(
+        lambda: step.lower((params, optimizer.init(params)), params).compile() and None
+    )
 
 
 def first_fingerprint(count: int) -> float:
@@ -50,7 +61,9 @@ def first_fingerprint(count: int) -> float:
 def adam_step(count: int) -> tuple[jstep.TrainStep, jstep.TrainState]:
     """Return an Adam step and its state."""
     optimizer = jstep.adam(1e-3)
-    step = jstep.minimize(lambda params, x: sum(jnp.sum(leaf * x) for leaf in params.values()), optimizer)
+    step = jstep.minimize(
+        lambda params, x: sum(jnp.sum(leaf * x) for leaf in params.values()), optimizer
+    )
     return step, jax.block_until_ready(jstep.TrainState.create(params_of(count), optimizer))
 
 
@@ -87,8 +100,11 @@ print(time.process_time() - start, (peak() - before) / 2**16)
 
 
 def large_fingerprint() -> tuple[float, float]:
-    """Return CPU seconds of the first fingerprint of 64 MiB, and its peak memory as a multiple of the array's."""
-    found = subprocess.run([sys.executable, "-c", LARGE_FINGERPRINT], check=True, capture_output=True, text=True)
+    """Return CPU seconds of the first fingerprint of 64 MiB, and its peak memory as a multiple of
+    the array's."""
+    found = subprocess.run(
+        [sys.executable, "-c", LARGE_FINGERPRINT], check=True, capture_output=True, text=True
+    )
     cpu, memory = map(float, found.stdout.split())
     return cpu, memory
 
@@ -109,7 +125,10 @@ def main() -> None:
     for name, measured in ROWS.items():
         first, second = measured(small), measured(large)
         exponent = math.log(second / first) / math.log(large / small)
-        print(f"{name:22s} {small} leaves {first:.2f} s, {large} leaves {second:.2f} s, exponent {exponent:.2f}")
+        print(
+            f"{name:22s} {small} leaves {first:.2f} s, {large} leaves {second:.2f} s, "
+            f"exponent {exponent:.2f}"
+        )
     cpu, memory = large_fingerprint()
     print(f"a first fingerprint of 64 MiB: {cpu:.2f} s, memory {memory:.2f} times the array")
 

@@ -1,18 +1,20 @@
-"""Memory traffic of each optimizer's update on a TPU, compared with the minimum and with Optax; no TPU is needed.
-Optimizers that are not listed are at 1.00 in each column that they have. What is computed before the update (why) needs
-another read of its input.
+"""Memory traffic of each optimizer's update on a TPU, compared with the minimum and with Optax; no
+TPU is needed. Optimizers that are not listed are at 1.00 in each column that they have. What is
+computed before the update (why) needs another read of its input.
 
     python benchmarks/bench_compilers.py [names]
-    python benchmarks/bench_compilers.py --compact [names]     # in `compact`, by the compilers for v5e and H100
+    python benchmarks/bench_compilers.py --compact [names]  # in `compact`, for v5e and H100
 
-An update is compiled for one v5e chip: gradients are given, the state is donated. Bytes are the "bytes accessed" of the
-compiler's cost analysis. The minimum reads every array once (parameters, gradients, slots) and writes parameters and
-slots once. For a matrix of 8192 × 8192, which does not fit into a cache, the table has the ratio to the minimum. For an
-MLP of a few hundred kB, which the compiler copies into the chip's cache and counts twice, it has only the ratio to
-Optax. A conditional counts as its most expensive branch.
+An update is compiled for one v5e chip: gradients are given, the state is donated. Bytes are the
+"bytes accessed" of the compiler's cost analysis. The minimum reads every array once (parameters,
+gradients, slots) and writes parameters and slots once. For a matrix of 8192 × 8192, which does not
+fit into a cache, the table has the ratio to the minimum. For an MLP of a few hundred kB, which the
+compiler copies into the chip's cache and counts twice, it has only the ratio to Optax. A
+conditional counts as its most expensive branch.
 
-With --compact, parameters are bfloat16, and bytes are those of the operands and results of kernels in slow memory. An
-array that a loop carries counts once for each kernel that reads or writes a slice of it.
+With --compact, parameters are bfloat16, and bytes are those of the operands and results of kernels
+in slow memory. An array that a loop carries counts once for each kernel that reads or writes a
+slice of it.
 """
 
 import math
@@ -69,13 +71,19 @@ PEERS = {
     "adabelief": lambda: optax.adabelief(LR),
     "yogi": lambda: optax.yogi(LR),
     "novograd": lambda: optax.novograd(LR),
-    "signum": lambda: optax.chain(optax.trace(0.9), optax.scale_by_sign(), optax.scale_by_learning_rate(LR)),
+    "signum": lambda: optax.chain(
+        optax.trace(0.9), optax.scale_by_sign(), optax.scale_by_learning_rate(LR)
+    ),
     "adan": lambda: optax.adan(LR),
     "adopt": lambda: contrib.adopt(LR),
     "adaptive_clipping": lambda: optax.chain(optax.adaptive_grad_clip(0.5), optax.sgd(LR, 0.9)),
     "centralize_gradients": lambda: optax.chain(optax.centralize(), optax.sgd(LR, 0.9)),
-    "normalize_gradients": lambda: optax.chain(optax.normalize_by_update_norm(), optax.sgd(LR, 0.9)),
-    "add_noise": lambda: optax.chain(optax.add_noise(1e-4, 0.55, jax.random.key(7)), optax.sgd(LR, 0.9)),
+    "normalize_gradients": lambda: optax.chain(
+        optax.normalize_by_update_norm(), optax.sgd(LR, 0.9)
+    ),
+    "add_noise": lambda: optax.chain(
+        optax.add_noise(1e-4, 0.55, jax.random.key(7)), optax.sgd(LR, 0.9)
+    ),
 }
 
 
@@ -84,19 +92,28 @@ def size(tree):
 
 
 def on_chip(tree, chip):
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=chip), tree)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=chip), tree
+    )
 
 
 def accessed(step, state, grads, chip):
     """Return the bytes that the compiled update accesses, divided by the minimum."""
     state, grads = on_chip(state, chip), on_chip(grads, chip)
-    traffic = jax.jit(step, donate_argnums=0).lower(state, grads).compile().cost_analysis()["bytes accessed"]
+    traffic = (
+        jax.jit(step, donate_argnums=0)
+        .lower(state, grads)
+        .compile()
+        .cost_analysis()["bytes accessed"]
+    )
     return traffic / (2 * size(state) + size(grads))
 
 
 def ours(optimizer, grads, chip):
     state = jax.eval_shape(lambda: jstep.TrainState.create(zeros(grads), optimizer))
-    return accessed(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), state, grads, chip)
+    return accessed(
+        lambda state, grads: jstep.apply_gradients(state, grads, optimizer), state, grads, chip
+    )
 
 
 def theirs(transformation, grads, chip):
@@ -105,7 +122,9 @@ def theirs(transformation, grads, chip):
         updates, slots = transformation.update(grads, slots, params)
         return optax.apply_updates(params, updates), slots
 
-    return accessed(step, (grads, jax.eval_shape(lambda: transformation.init(zeros(grads)))), grads, chip)
+    return accessed(
+        step, (grads, jax.eval_shape(lambda: transformation.init(zeros(grads)))), grads, chip
+    )
 
 
 def zeros(shapes):
@@ -142,9 +161,15 @@ WHY = {
 """Reasons for updates that access more than 1.05 times the minimum."""
 
 
-WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
+WIDTHS = {
+    "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2,
+    "s32": 4, "u32": 4, "f32": 4,
+}  # fmt: skip
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
-FREE = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple", "copy-done", "while", "conditional"}
+FREE = {
+    "parameter", "constant", "bitcast", "get-tuple-element", "tuple", "copy-done", "while",
+    "conditional",
+}  # fmt: skip
 
 
 def arrays(text):
@@ -169,7 +194,8 @@ def moved(text):
             if opcode not in FREE:
                 read = [size for one in operands for size in arrays(types.get(one, ""))]
                 written = arrays(kind)
-                # In a loop a result of the size of an operand replaces slices of it, which are not read.
+                # In a loop a result of the size of an operand replaces slices of it, which are not
+                # read.
                 for size in written if body != "ENTRY" else []:
                     if size in read:
                         read.remove(size)
@@ -193,14 +219,27 @@ COMPACT = (
 
 
 def compact_rows(names):
-    print("| optimizer | device | state | kernels move / least | temporaries |\n|---|---|---|---|---|", flush=True)
+    print(
+        "| optimizer | device | state | kernels move / least | temporaries |\n"
+        "|---|---|---|---|---|",
+        flush=True,
+    )
     for name in names or COMPACT:
         for device in ("v5e:1x1", "h100:1"):
             chip = jax.NamedSharding(jstep.topology(device), jax.P())
-            grads = on_chip({key: jax.ShapeDtypeStruct(one.shape, jnp.bfloat16) for key, one in matrix().items()}, chip)
+            shapes = {
+                key: jax.ShapeDtypeStruct(one.shape, jnp.bfloat16) for key, one in matrix().items()
+            }
+            grads = on_chip(shapes, chip)
             optimizer = jstep.compact(TABLE[name].make(LR))
-            state = on_chip(jax.eval_shape(lambda: jstep.TrainState.create(zeros(grads), optimizer)), chip)  # noqa: B023
-            step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)  # noqa: B023
+            shapes = jax.eval_shape(
+                lambda: jstep.TrainState.create(zeros(grads), optimizer)  # noqa: B023
+            )
+            state = on_chip(shapes, chip)
+            step = jax.jit(
+                lambda state, grads: jstep.apply_gradients(state, grads, optimizer),  # noqa: B023
+                donate_argnums=0,
+            )
             compiled = step.lower(state, grads).compile()
             count, least = 8192 * 8192, 2 * size(state) + size(grads)
             temporaries = compiled.memory_analysis().temp_size_in_bytes / count
@@ -215,8 +254,15 @@ def matrix():
 
 def main(names):
     chip = jax.NamedSharding(jstep.topology("v5e:1x1"), jax.P())
-    shapes = [{key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in tree.items()} for tree in (MATRIX, MLP)]
-    print("| optimizer | jstep / least | Optax / least | MLP: jstep / Optax | why |\n|---|---|---|---|---|", flush=True)
+    shapes = [
+        {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in tree.items()}
+        for tree in (MATRIX, MLP)
+    ]
+    print(
+        "| optimizer | jstep / least | Optax / least | MLP: jstep / Optax | why |\n"
+        "|---|---|---|---|---|",
+        flush=True,
+    )
     for name in names or TABLE:
         large, small = (
             [

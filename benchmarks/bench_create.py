@@ -1,10 +1,10 @@
-"""`TrainState.create` in a fresh process, with 40 leaves of 40 shapes, compared with Optax's `init`.
+"""`TrainState.create` in a fresh process, with 40 leaves of 40 shapes, beside Optax's `init`.
 
     python benchmarks/bench_create.py [rounds]
 
-A start pays this before its first step. Each call runs in a process of its own, because JAX keeps compiled programs;
-the processes of the contenders take turns. What counts is the CPU time of all threads, which other processes disturb
-less than the wall time.
+A start pays this before its first step. Each call runs in a process of its own, because JAX keeps
+compiled programs; the processes of the contenders take turns. What counts is the CPU time of all
+threads, which other processes disturb less than the wall time.
 """
 
 import os
@@ -33,7 +33,7 @@ else:
     made = transformation.init(params)
 jax.block_until_ready(made)
 print(time.process_time() - began, time.perf_counter() - wall)
-"""
+"""  # noqa: E501
 CONTENDERS = {"TrainState.create": "jstep", "optax.adamw.init": "optax"}
 
 

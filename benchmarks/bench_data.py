@@ -1,9 +1,10 @@
-"""Shuffled batches: `batches[N]` compared with NumPy by a precomputed permutation, indexed and taken.
+"""Shuffled batches: `batches[N]` beside NumPy by a precomputed permutation, indexed and taken.
 
-`np.take` into an array that is used again is the quickest way in NumPy; `batches[N]` also computes the permutation.
+`np.take` into an array that is used again is the quickest way in NumPy; `batches[N]` also computes
+the permutation.
 
-The bound applies to rows of up to about a kilobyte, for which np.take is much faster than fancy indexing.
-Both are memory-bound for longer rows, which are shown without a bound.
+The bound applies to rows of up to about a kilobyte, for which np.take is much faster than fancy
+indexing. Both are memory-bound for longer rows, which are shown without a bound.
 
 python benchmarks/bench_data.py
 """
@@ -74,9 +75,15 @@ def main():
                 },
                 max(100_000 // batch_size, 50),
             )
-            title = f"A batch of {batch_size} from {rows} rows of {width} {np.dtype(dtype)}, and labels"
+            title = (
+                f"A batch of {batch_size} from {rows} rows of {width} {np.dtype(dtype)}, and labels"
+            )
             bound = 0.8 if x[0].nbytes <= 1024 else float("inf")
-            good &= report(title, times, {("batches[N]", "np.take"): None, ("batches[N]", "fancy indexing"): bound})
+            good &= report(
+                title,
+                times,
+                {("batches[N]", "np.take"): None, ("batches[N]", "fancy indexing"): bound},
+            )
     return good
 
 

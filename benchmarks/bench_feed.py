@@ -1,14 +1,16 @@
-"""Overhead of feeding in `train`, compared with a bare `for` loop of the same step over the same batches.
+"""Overhead of feeding in `train`, beside a bare `for` loop of the same step and batches.
 
     python benchmarks/bench_feed.py
 
-`train` logs, writes summaries and saves checkpoints, and decides for itself whether a thread reads the batches ahead.
-Batches are two NumPy arrays, 32 × 64 floats and 32 labels: from a generator, from a function of the step, and from
-`jstep.batches`. They are read while nothing else runs, and while another process is busy on each core but one.
+`train` logs, writes summaries and saves checkpoints, and decides for itself whether a thread reads
+the batches ahead. Batches are two NumPy arrays, 32 × 64 floats and 32 labels: from a generator,
+from a function of the step, and from `jstep.batches`. They are read while nothing else runs, and
+while another process is busy on each core but one.
 
-The loader takes 10 ms per batch, but has the first ones at hand; its steps wait 10 ms for something else. Reading ahead
-can halve their time, as a thread with a queue of two batches does in the loop that it is compared with. `train` starts
-its thread after it has waited for a second, so the first 150 steps are not timed.
+The loader takes 10 ms per batch, but has the first ones at hand; its steps wait 10 ms for something
+else. Reading ahead can halve their time, as a thread with a queue of two batches does in the loop
+that it is compared with. `train` starts its thread after it has waited for a second, so the first
+150 steps are not timed.
 """
 
 import contextlib
@@ -103,7 +105,11 @@ def main():
 
     def bare(source, pause):
         def run(calls):
-            batches, timer, state = one_by_one(source(calls), calls), timer_of(calls, pause), fresh()
+            batches, timer, state = (
+                one_by_one(source(calls), calls),
+                timer_of(calls, pause),
+                fresh(),
+            )
             batches = read_ahead(batches) if pause else batches
             for step, batch in enumerate(batches, 1):
                 state, _ = train_step(state, *batch)
@@ -131,9 +137,17 @@ def main():
             calls //= 5
         contenders = {}
         for name, source in sources.items():
-            contenders |= {f"{peer}, {name}": bare(source, pause), f"train, {name}": looped(source, pause)}
+            contenders |= {
+                f"{peer}, {name}": bare(source, pause),
+                f"train, {name}": looped(source, pause),
+            }
         times = in_turn(contenders, calls, rounds, 50)
-        return report(title, times, {pair: bound for pair, bound in BOUNDS["feed"].items() if pair[0] in times}, unit)
+        return report(
+            title,
+            times,
+            {pair: bound for pair, bound in BOUNDS["feed"].items() if pair[0] in times},
+            unit,
+        )
 
     sources = {"generator": generator, "function": function, "jstep.batches": own_batches}
     good = compare("Small batches of NumPy arrays", sources, 5_000, 21)

@@ -55,7 +55,9 @@ def large():
 
 def many():
     tree = {f"layer{i}": {"w": jnp.ones((256, 256)), "b": jnp.ones(256)} for i in range(150)}
-    return report("300 leaves", interleaved({"fingerprint": repeated(jstep.fingerprint, tree)}, 3, 5), {}, 1e3)
+    return report(
+        "300 leaves", interleaved({"fingerprint": repeated(jstep.fingerprint, tree)}, 3, 5), {}, 1e3
+    )
 
 
 if __name__ == "__main__":

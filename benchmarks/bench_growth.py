@@ -1,4 +1,5 @@
-"""CPU seconds of costs of the host that grow with the work, at two sizes, and the exponent: below 1.2 is linear.
+"""CPU seconds of costs of the host that grow with the work, at two sizes, and the exponent: below
+1.2 is linear.
 
 python benchmarks/bench_growth.py
 """
@@ -46,7 +47,10 @@ def save(count: int) -> float:
     """Choose what a save removes among the checkpoints that are kept."""
     kept = dict.fromkeys(range(count), 0.0)
     return cpu_seconds(
-        lambda: plan_evictions(kept, count - 1, RetainedSteps(frozenset(), 0.0), count + 2, None) and None
+        lambda: (
+            plan_evictions(kept, count - 1, RetainedSteps(frozenset(), 0.0), count + 2, None)
+            and None
+        )
     )
 
 
@@ -122,7 +126,9 @@ def main() -> None:
         first, second = measured(small), measured(large)
         exponent = math.log(max(second, 1e-9) / max(first, 1e-9)) / math.log(large / small)
         print(
-            f"{name:32s} {small} {first:.4f} {unit}, {large} {second:.4f} {unit}, exponent {exponent:.2f}", flush=True
+            f"{name:32s} {small} {first:.4f} {unit}, "
+            f"{large} {second:.4f} {unit}, exponent {exponent:.2f}",
+            flush=True,
         )
 
 

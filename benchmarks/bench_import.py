@@ -1,5 +1,5 @@
-"""Import time of `jstep`: `import jstep`, the import of all its names, and `python -m jstep inspect`, each compared
-with `import jax`.
+"""Import time of `jstep`: `import jstep`, the import of all its names, and `python -m jstep
+inspect`, each compared with `import jax`.
 
 Each runs in a separate process.
 
@@ -17,7 +17,10 @@ import jstep
 
 COMMANDS = {
     "import jstep": ["-c", "import jstep"],
-    "import jstep, all names": ["-c", "import jstep; [getattr(jstep, name) for name in jstep.__all__]"],
+    "import jstep, all names": [
+        "-c",
+        "import jstep; [getattr(jstep, name) for name in jstep.__all__]",
+    ],
     "jstep inspect DIRECTORY": ["-m", "jstep", "inspect"],
     "import jax": ["-c", "import jax"],
 }

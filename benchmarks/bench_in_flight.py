@@ -1,9 +1,11 @@
-"""What the bound on unfinished calls costs, and how long SIGTERM takes: `train` with the bound beside without it.
+"""What the bound on unfinished calls costs, and how long SIGTERM takes: `train` with the bound
+beside without it.
 
     python benchmarks/bench_in_flight.py
 
-Steps of 0.1 to 1000 ms on the device. Without the bound, JAX hands over some 33 calls ahead on a CPU. The times of one
-program vary by a tenth from turn to turn, and the bounds are a few hundredths, so quick steps take many turns.
+Steps of 0.1 to 1000 ms on the device. Without the bound, JAX hands over some 33 calls ahead on a
+CPU. The times of one program vary by a tenth from turn to turn, and the bounds are a few
+hundredths, so quick steps take many turns.
 """
 
 import functools
@@ -45,7 +47,9 @@ def main():
         InFlight.make_room = room if bounded else lambda self: None
         timer = Timer(untimed=4)
         try:
-            jstep.train(step, state(), lambda n: x, calls, hooks=[timer], log_steps=None, progress=False)
+            jstep.train(
+                step, state(), lambda n: x, calls, hooks=[timer], log_steps=None, progress=False
+            )
         finally:
             InFlight.make_room = room
         return timer.taken
@@ -83,7 +87,10 @@ def main():
                 run(30, step, bounded=bounded)
             except jstep.Preempted:
                 words = ours if bounded else peers
-                print(f"  steps of 2 s, {words}: {time.perf_counter() - sent[0]:.1f} s from SIGTERM to the end")
+                print(
+                    f"  steps of 2 s, {words}: {time.perf_counter() - sent[0]:.1f} "
+                    "s from SIGTERM to the end"
+                )
     return good
 
 

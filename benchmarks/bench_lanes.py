@@ -1,10 +1,11 @@
-"""A step in lanes, compared with microbatches on one device and with the ordinary step on 8 virtual devices.
+"""A step in lanes, beside microbatches on one device and the ordinary step on 8 virtual ones.
 
     python benchmarks/bench_lanes.py
 
-On one device `lanes=8` runs eight lanes one after the other, as `num_microbatches=8` runs eight microbatches. On eight
-virtual devices, which share the cores of this machine, each runs one lane. For each step, the compile time, XLA's
-temporaries and the bytes that a device exchanges are printed, too.
+On one device `lanes=8` runs eight lanes one after the other, as `num_microbatches=8` runs eight
+microbatches. On eight virtual devices, which share the cores of this machine, each runs one lane.
+For each step, the compile time, XLA's temporaries and the bytes that a device exchanges are
+printed, too.
 """
 
 import math
@@ -13,7 +14,9 @@ import pathlib
 import sys
 import time
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+    " --xla_force_host_platform_device_count=8"
+)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "64")
 
@@ -52,7 +55,9 @@ def init():
 
 def loss_fn(params, tokens, labels):
     def layer(x, w):
-        q, k, v = jnp.split((jax.nn.standardize(x) @ w["qkv"]).reshape(*x.shape[:2], HEADS, -1), 3, axis=-1)
+        q, k, v = jnp.split(
+            (jax.nn.standardize(x) @ w["qkv"]).reshape(*x.shape[:2], HEADS, -1), 3, axis=-1
+        )
         x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ w["out"]
         return x + jax.nn.gelu(jax.nn.standardize(x) @ w["up"]) @ w["down"], None
 
@@ -65,7 +70,9 @@ def contender(layout, **options):
     """Return `run(calls)` of a step, after printing the figures of its program."""
     optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(1e-3))
     state = jstep.TrainState.create(init(), optimizer)
-    batch = tuple(np.random.default_rng(0).integers(0, VOCABULARY, (2, ROWS, LENGTH)).astype(np.int32))
+    batch = tuple(
+        np.random.default_rng(0).integers(0, VOCABULARY, (2, ROWS, LENGTH)).astype(np.int32)
+    )
     if layout is not None:
         mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
         specs = jstep.fsdp_specs(state.params, mesh, min_size=1) if layout == "fsdp" else None
@@ -78,7 +85,8 @@ def contender(layout, **options):
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     what = ", ".join(f"{key}={value}" for key, value in options.items()) or "ordinary"
     print(
-        f"  {layout or 'one device'}, {what}: compiled in {seconds:.1f} s, {temporaries / 1e6:.1f} MB of temporaries, "
+        f"  {layout or 'one device'}, {what}: "
+        f"compiled in {seconds:.1f} s, {temporaries / 1e6:.1f} MB of temporaries, "
         f"{exchanged / 1e6:.1f} MB exchanged"
     )
 
@@ -92,7 +100,10 @@ def contender(layout, **options):
 
 
 def main():
-    print(f"parameters: {sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(init))) * 4 / 1e6:.1f} MB")
+    print(
+        "parameters: "
+        f"{sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(init))) * 4 / 1e6:.1f} MB"
+    )
     one = {
         "ordinary": contender(None),
         "microbatches": contender(None, num_microbatches=LANES),

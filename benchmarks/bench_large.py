@@ -1,6 +1,6 @@
-"""Large leaves, limited by memory: microbatches compared with Optax, and sparse rows with dense gradients.
-optax.MultiSteps is a call for each microbatch, and jstep one for all: two features, so that the scan by hand is what
-jstep is to be compared with.
+"""Large leaves, limited by memory: microbatches compared with Optax, and sparse rows with dense
+gradients. optax.MultiSteps is a call for each microbatch, and jstep one for all: two features, so
+that the scan by hand is what jstep is to be compared with.
 
     python benchmarks/bench_large.py
 """
@@ -16,7 +16,8 @@ import jstep
 
 
 def microbatches(n=8):
-    """Return contenders for a wide two-layer network on n microbatches of 4 rows, dominated by accumulation."""
+    """Return contenders for a wide two-layer network on n microbatches of 4 rows, dominated by
+    accumulation."""
 
     def init():
         return {"w1": jnp.full((1024, 4096), 0.01), "w2": jnp.full((4096, 1024), 0.01)}
@@ -30,11 +31,14 @@ def microbatches(n=8):
     theirs = optax.MultiSteps(optax.adam(1e-3), every_k_schedule=n)
 
     update = optax_step(theirs)
-    compiled = jax.jit(lambda state, x: update(state, jax.grad(loss_fn)(state[0], x)), donate_argnums=0)
+    compiled = jax.jit(
+        lambda state, x: update(state, jax.grad(loss_fn)(state[0], x)), donate_argnums=0
+    )
     plain = optax.adam(1e-3)
 
     def scanned(state, x):
-        """Add the gradients of the microbatches in a scan, then update once: what one would write by hand."""
+        """Add the gradients of the microbatches in a scan, then update once: what one would write
+        by hand."""
         params, _ = state
 
         def add(total, part):
@@ -55,19 +59,28 @@ def microbatches(n=8):
         ("optax.MultiSteps", compiled.lower(optax_state, x[:4])),
     ):
         memory = lowered.compile().memory_analysis()
-        total = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+        total = (
+            memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+        )
         total -= memory.alias_size_in_bytes
-        print(f"  {name}: peak {total / parameter_bytes:.2f} times the parameters' bytes (state, gradients, all)")
+        print(
+            f"  {name}: peak {total / parameter_bytes:.2f} times "
+            "the parameters' bytes (state, gradients, all)"
+        )
     return {
         f"jstep, {n} microbatches": runner(lambda s, x: step(s, x)[0], our_state, x),
         "optax.MultiSteps": runner(optax_round, optax_state, x),
-        "Optax, scanned by hand": runner(jax.jit(scanned, donate_argnums=0), (init(), plain.init(init())), x),
+        "Optax, scanned by hand": runner(
+            jax.jit(scanned, donate_argnums=0), (init(), plain.init(init())), x
+        ),
     }
 
 
 def sparse(rows=1000, table=(1_000_000, 64)):
     optimizer = jstep.adagrad(0.1)
-    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)
+    step = jax.jit(
+        lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0
+    )
     indices = jax.random.randint(jax.random.key(0), (rows,), 0, table[0])
     some = {"table": jstep.IndexedSlices(jnp.ones((rows, table[1])), indices, table)}
     every = {"table": jnp.ones(table)}

@@ -1,8 +1,10 @@
-"""Adam with many leaves: 100, 300 and 1000 leaves of 1000 floats, compared with Optax in tracing, compiling and a step.
+"""Adam with many leaves: 100, 300 and 1000 leaves of 1000 floats, compared with Optax in tracing,
+compiling and a step.
 
     python benchmarks/bench_leaves.py
 
-`optax.flatten` is what Optax's documentation recommends for many small leaves: it updates one array with all of them.
+`optax.flatten` is what Optax's documentation recommends for many small leaves: it updates one array
+with all of them.
 """
 
 import functools
@@ -53,7 +55,11 @@ def compile_times(make, n, grads):
 def measure(n):
     """Print the ratios for so many leaves; return whether the bounds hold."""
     grads = {name: jnp.ones_like(leaf) for name, leaf in params(n).items()}
-    makers = {"jstep": ours, "Optax": theirs, "optax.flatten": functools.partial(theirs, flatten=True)}
+    makers = {
+        "jstep": ours,
+        "Optax": theirs,
+        "optax.flatten": functools.partial(theirs, flatten=True),
+    }
     times, parts = {name: [] for name in makers}, {name: [] for name in makers}
     for _ in range(4):
         for name, make in makers.items():
@@ -68,7 +74,9 @@ def measure(n):
         print(f"  {name}: trace and lower {trace:.0f} ms, compile {compile_:.0f} ms")
 
     compiled = {name: compile_times(make, n, grads)[2:] for name, make in makers.items()}
-    steps = interleaved({name: runner(step, state, grads) for name, (step, state) in compiled.items()}, calls=30)
+    steps = interleaved(
+        {name: runner(step, state, grads) for name, (step, state) in compiled.items()}, calls=30
+    )
     bounds = {("jstep", "Optax"): 1.0, ("jstep", "optax.flatten"): 1.0}
     return report(f"{n} leaves of 1000 floats, Adam: a step", steps, bounds, 1e3) and good
 

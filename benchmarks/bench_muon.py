@@ -1,13 +1,15 @@
-"""Muon on 8 virtual devices: matrices distributed over the devices, compared with each device updating all of them.
-The eight devices share the cores of a CPU, and exchange updates in its memory: the ratio is that of the work, and says
-nothing of devices whose exchange takes time.
+"""Muon on 8 virtual devices: matrices distributed over the devices, compared with each device
+updating all of them. The eight devices share the cores of a CPU, and exchange updates in its
+memory: the ratio is that of the work, and says nothing of devices whose exchange takes time.
 
     python benchmarks/bench_muon.py
 """
 
 import os
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+    " --xla_force_host_platform_device_count=8"
+)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "64")  # threads for collectives of 8 devices
 
@@ -39,7 +41,9 @@ def main():
     }
     times = interleaved(contenders, calls=5, rounds=9)
     title = f"{MATRICES} replicated matrices of {SIZE} × {SIZE}, 8 virtual devices, a step"
-    return report(title, times, {("each matrix on one device", "each device updates all"): 0.3}, unit=1e3)
+    return report(
+        title, times, {("each matrix on one device", "each device updates all"): 0.3}, unit=1e3
+    )
 
 
 if __name__ == "__main__":

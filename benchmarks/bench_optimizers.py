@@ -1,5 +1,6 @@
 """Optimizers compared with Optax's: a step over large leaves, chains of blocks, matrices.
-What clipping and Lion gain helps only on CPUs: on a TPU both move the same bytes, see the table of memory traffic.
+What clipping and Lion gain helps only on CPUs: on a TPU both move the same bytes, see the table of
+memory traffic.
 
     python benchmarks/bench_optimizers.py [words of titles]
 """
@@ -28,7 +29,9 @@ def noise(params):
 
 
 def by_jstep(optimizer, params):
-    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)
+    step = jax.jit(
+        lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0
+    )
     return runner(step, jstep.TrainState.create(params(), optimizer), noise(params()))
 
 
@@ -52,7 +55,10 @@ OPTIMIZERS = {
         lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
     ),
     "AdamW": (lambda: jstep.adamw(1e-3), lambda: optax.adamw(1e-3, weight_decay=1e-2)),
-    "Lion": (lambda: jstep.lion(1e-4, weight_decay=0.1), lambda: optax.lion(1e-4, weight_decay=0.1)),
+    "Lion": (
+        lambda: jstep.lion(1e-4, weight_decay=0.1),
+        lambda: optax.lion(1e-4, weight_decay=0.1),
+    ),
     "SGD, momentum": (lambda: jstep.sgd(0.1, 0.9), lambda: optax.sgd(0.1, 0.9)),
     "SGD, Nesterov": (
         lambda: jstep.sgd(0.1, 0.9, use_nesterov=True),
@@ -64,11 +70,15 @@ LIMITS = {"Adam": 1.0, "global-norm clipping and Adam": 0.6}
 BLOCKS = {
     "AdamW": (
         lambda: jstep.adamw(1e-3),
-        lambda: jstep.chain(jstep.scale_by_adam(), jstep.add_weight_decay(1e-2), jstep.scale_by_learning_rate(1e-3)),
+        lambda: jstep.chain(
+            jstep.scale_by_adam(), jstep.add_weight_decay(1e-2), jstep.scale_by_learning_rate(1e-3)
+        ),
     ),
     "Lion": (
         lambda: jstep.lion(1e-4, weight_decay=0.1),
-        lambda: jstep.chain(jstep.scale_by_lion(), jstep.add_weight_decay(0.1), jstep.scale_by_learning_rate(1e-4)),
+        lambda: jstep.chain(
+            jstep.scale_by_lion(), jstep.add_weight_decay(0.1), jstep.scale_by_learning_rate(1e-4)
+        ),
     ),
     "SGD, momentum": (
         lambda: jstep.sgd(0.1, 0.9),
@@ -89,14 +99,21 @@ def blocks(name):
 
 def adafactor():
     return interleaved(
-        {"jstep": by_jstep(jstep.adafactor(1e-2), big), "Optax": by_optax(optax.adafactor(1e-2), big)}, 1, 9
+        {
+            "jstep": by_jstep(jstep.adafactor(1e-2), big),
+            "Optax": by_optax(optax.adafactor(1e-2), big),
+        },
+        1,
+        9,
     )
 
 
 def muon():
     ours = jstep.muon(1e-2, scale=None, weight_decay=0.0)
     theirs = contrib.muon(1e-2, weight_decay=0.0)
-    return interleaved({"jstep": by_jstep(ours, matrices), "Optax": by_optax(theirs, matrices)}, 1, 9)
+    return interleaved(
+        {"jstep": by_jstep(ours, matrices), "Optax": by_optax(theirs, matrices)}, 1, 9
+    )
 
 
 def soap_step(beta=0.95, epsilon=1e-8, frequency=10):
@@ -123,7 +140,9 @@ def soap_step(beta=0.95, epsilon=1e-8, frequency=10):
                 new.append(jnp.linalg.qr(product[:, order])[0])
             return *new, v
 
-        q0, q1, v = jax.lax.cond((t + 1) % frequency == 0, rotate, lambda v: (s["q0"], s["q1"], v), v)
+        q0, q1, v = jax.lax.cond(
+            (t + 1) % frequency == 0, rotate, lambda v: (s["q0"], s["q1"], v), v
+        )
         return p, {"m": m, "v": v, "gg0": grams[0], "gg1": grams[1], "q0": q0, "q1": q1}
 
     def step(state, grads):
@@ -138,7 +157,14 @@ def soap():
     params, grads = squares(), noise(squares())
     first = [jnp.linalg.eigh(0.05 * g @ g.T)[1] for g in grads]
     slots = [
-        {"m": 0 * p, "v": 0 * p, "gg0": 0.05 * g @ g.T, "gg1": 0.05 * g.T @ g, "q0": q + 0, "q1": q + 0}
+        {
+            "m": 0 * p,
+            "v": 0 * p,
+            "gg0": 0.05 * g @ g.T,
+            "gg1": 0.05 * g.T @ g,
+            "q0": q + 0,
+            "q1": q + 0,
+        }
         for p, g, q in zip(params, grads, first, strict=True)
     ]
     plain = runner(jax.jit(soap_step(), donate_argnums=0), (params, slots, jnp.int32(0)), grads)
@@ -154,19 +180,30 @@ def batched():
     for shape in ((32, 32), (64, 64), (256, 512)):
         members = [jax.random.normal(jax.random.key(i), shape) for i in range(24)]
         together = jax.jit(lambda members: list(newton_schulz(jnp.stack(members), 1e-7, iteration)))
-        single = jax.jit(lambda members: [newton_schulz(member, 1e-7, iteration) for member in members])
+        single = jax.jit(
+            lambda members: [newton_schulz(member, 1e-7, iteration) for member in members]
+        )
         for name, function in (("one by one", single), ("in one batch", together)):
-            times[f"{shape}, {name}"] = lambda calls, f=function, m=members: [f(m) for _ in range(calls)][-1]
+            times[f"{shape}, {name}"] = lambda calls, f=function, m=members: [
+                f(m) for _ in range(calls)
+            ][-1]
     return interleaved(times, 2, 7)
 
 
 def main(words):
     peer, parts = ("jstep", "Optax"), ("chain", "whole")
     rows: list = [
-        (f"16 leaves of 4M floats, {name}", partial(versus_optax, name), {peer: LIMITS.get(name, 1.03)})
+        (
+            f"16 leaves of 4M floats, {name}",
+            partial(versus_optax, name),
+            {peer: LIMITS.get(name, 1.03)},
+        )
         for name in OPTIMIZERS
     ]
-    rows += [(f"blocks beside the whole, {name}", partial(blocks, name), {parts: 1.03}) for name in BLOCKS]
+    rows += [
+        (f"blocks beside the whole, {name}", partial(blocks, name), {parts: 1.03})
+        for name in BLOCKS
+    ]
     rows += [
         ("16 leaves of 4M floats, Adafactor", adafactor, {peer: 1.05}),
         ("24 matrices of 256 × 512, Muon", muon, {peer: 1.05}),

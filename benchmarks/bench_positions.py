@@ -1,10 +1,11 @@
-"""What it costs that a position is kept: a step of `train` with a checkpoint_dir, compared with one without.
+"""The cost of positions: a step of `train` with a checkpoint_dir, compared with one without.
 
     python benchmarks/bench_positions.py
 
-Replay buffers on the host of 1 and 100 MB, from which `from_state` draws batches, and loaders whose positions take long
-to read: lists of 10,000 and 100,000 numbers, and an array of 8 MB. No checkpoint is due but the last one, which is not
-timed: what is timed is how often positions are read, and copied, in between.
+Replay buffers on the host of 1 and 100 MB, from which `from_state` draws batches, and loaders whose
+positions take long to read: lists of 10,000 and 100,000 numbers, and an array of 8 MB. No
+checkpoint is due but the last one, which is not timed: what is timed is how often positions are
+read, and copied, in between.
 """
 
 import os
@@ -74,10 +75,13 @@ def main():
     train_step = jstep.minimize(lambda params, x: jnp.mean((x @ params["w"] - 1.0) ** 2), optimizer)
 
     def timed(source, directory, calls):
-        timer, state = Timer(untimed=4), jstep.TrainState.create({"w": jnp.zeros(FLOATS)}, optimizer)
+        timer, state = (
+            Timer(untimed=4),
+            jstep.TrainState.create({"w": jnp.zeros(FLOATS)}, optimizer),
+        )
         jstep.train(
-            train_step, state, source(), calls, hooks=[timer], checkpoint_dir=directory, save_checkpoint_secs=None,
-            log_steps=None, progress=False,
+            train_step, state, source(), calls, hooks=[timer], checkpoint_dir=directory,
+            save_checkpoint_secs=None, log_steps=None, progress=False,
         )  # fmt: skip
         return timer.taken
 
@@ -91,7 +95,10 @@ def main():
     rounds, calls = (3, 500) if os.environ.get("JSTEP_QUICK_BENCHMARKS") else (15, 10_000)
     times = {}
     for name, source in SOURCES.items():
-        with_one, without = times[f"with checkpoint_dir, {name}"], times[f"without, {name}"] = [], []
+        with_one, without = times[f"with checkpoint_dir, {name}"], times[f"without, {name}"] = (
+            [],
+            [],
+        )
         kept(source, 50)
         for _ in range(rounds):
             without.append(timed(source, None, calls))

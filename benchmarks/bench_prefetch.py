@@ -1,7 +1,8 @@
-"""`prefetch_to_device` in a loop of 2.2 ms host work and 2.2 ms device work, compared with each of the two alone.
+"""`prefetch_to_device` in a loop of 2.2 ms host work and 2.2 ms device work, compared with each of
+the two alone.
 
-The peer is a thread with a queue of two items, as one would write it by hand. It copies nothing, so its source must not
-reuse buffers.
+The peer is a thread with a queue of two items, as one would write it by hand. It copies nothing, so
+its source must not reuse buffers.
 
 Host work comes in three kinds: waiting (a disk, a network), NumPy, and Python, which holds the GIL.
 
@@ -100,17 +101,25 @@ def main():
         amount = calibrated(work)
         times = interleaved(
             {
-                "host alone": lambda calls, work=work, amount=amount: list(source(work, amount, calls)) and None,
+                "host alone": lambda calls, work=work, amount=amount: (
+                    list(source(work, amount, calls)) and None
+                ),
                 "device alone": device_alone,
-                "one after the other": lambda calls, work=work, amount=amount: loop(source(work, amount, calls)),
+                "one after the other": lambda calls, work=work, amount=amount: loop(
+                    source(work, amount, calls)
+                ),
                 "prefetch_to_device": lambda calls, work=work, amount=amount: loop(
                     jstep.prefetch_to_device(source(work, amount, calls))
                 ),
-                "a thread by hand": lambda calls, work=work, amount=amount: loop(by_hand(source(work, amount, calls))),
+                "a thread by hand": lambda calls, work=work, amount=amount: loop(
+                    by_hand(source(work, amount, calls))
+                ),
             },
             150,
         )
-        slower = [max(pair) for pair in zip(times["host alone"], times["device alone"], strict=True)]
+        slower = [
+            max(pair) for pair in zip(times["host alone"], times["device alone"], strict=True)
+        ]
         times["the slower of the two"] = slower
         bounds = {
             ("prefetch_to_device", "the slower of the two"): 1.10,

@@ -1,4 +1,5 @@
-"""FIFOQueue fed by a QueueRunner, compared with `queue.Queue` fed by as many threads that call the same ops.
+"""FIFOQueue fed by a QueueRunner, compared with `queue.Queue` fed by as many threads that call the
+same ops.
 
 python benchmarks/bench_queues.py
 """
@@ -32,7 +33,9 @@ def standard(producers, capacity):
                 pass
 
         each = items // producers
-        threads = [threading.Thread(target=feed, args=(op,)) for op in enqueue_ops(q.put, producers, each)]
+        threads = [
+            threading.Thread(target=feed, args=(op,)) for op in enqueue_ops(q.put, producers, each)
+        ]
         for thread in threads:
             thread.start()
         for _ in range(each * producers):
@@ -48,7 +51,9 @@ def ours(producers, capacity):
         q = jstep.FIFOQueue(capacity)
         coord = jstep.Coordinator()
         each = items // producers
-        threads = jstep.QueueRunner(q, enqueue_ops(q.enqueue, producers, each)).create_threads(coord, start=True)
+        threads = jstep.QueueRunner(q, enqueue_ops(q.enqueue, producers, each)).create_threads(
+            coord, start=True
+        )
         for _ in range(each * producers):
             q.dequeue()
         coord.join(threads)
@@ -61,7 +66,11 @@ def main():
     for producers in (1, 4, 8):
         for capacity in (10, 100, 1000):
             times = interleaved(
-                {"queue.Queue": standard(producers, capacity), "FIFOQueue": ours(producers, capacity)}, 40_000
+                {
+                    "queue.Queue": standard(producers, capacity),
+                    "FIFOQueue": ours(producers, capacity),
+                },
+                40_000,
             )
             title = f"Time per item, {producers} producers, capacity {capacity}"
             good &= report(title, times, {("FIFOQueue", "queue.Queue"): 1.1})

@@ -1,12 +1,15 @@
-"""The first step of a stage whose program takes seconds to compile, compared with the median step of the stage.
+"""The first step of a stage whose program takes seconds to compile, compared with the median step
+of the stage.
 
     python benchmarks/bench_stages.py
 
-There are two stage changes: another train step of the same size, and batches of twice the size. Both programs are
-compiled in the background during the earlier steps, so the first step of a stage need not wait for XLA.
+There are two stage changes: another train step of the same size, and batches of twice the size.
+Both programs are compiled in the background during the earlier steps, so the first step of a stage
+need not wait for XLA.
 
-On XLA's CPU backend the first run of a program takes 30 to 300 ms longer than later ones, also in plain JAX and however
-long ago it was compiled. Steps are long here (many microbatches), as in programs that take seconds to compile.
+On XLA's CPU backend the first run of a program takes 30 to 300 ms longer than later ones, also in
+plain JAX and however long ago it was compiled. Steps are long here (many microbatches), as in
+programs that take seconds to compile.
 """
 
 import functools
@@ -35,11 +38,14 @@ def loss_fn(params, x, *, scale):
 
 def step_of(optimizer, scale):
     """Return a step whose program depends on the scale, so that none comes from a cache."""
-    return jstep.minimize(functools.partial(loss_fn, scale=scale), optimizer, num_microbatches=MICROBATCHES)
+    return jstep.minimize(
+        functools.partial(loss_fn, scale=scale), optimizer, num_microbatches=MICROBATCHES
+    )
 
 
 class Steps(jstep.Hook):
-    """Records the seconds of each step, indexed by the step at which it starts; waits for each state."""
+    """Records the seconds of each step, indexed by the step at which it starts; waits for each
+    state."""
 
     def begin(self, state):
         self.seconds, self._then = [], time.perf_counter()
@@ -52,16 +58,25 @@ class Steps(jstep.Hook):
 
 
 def one_round(number, compiled):
-    """Return the seconds of the steps and of background compilations, in order; these may include the first program."""
+    """Return the seconds of the steps and of background compilations, in order; these may include
+    the first program."""
     optimizer = jstep.adam(1e-4)
     weights = list(np.random.default_rng(1).normal(size=(LAYERS, WIDTH)).astype(np.float32))
     data = jstep.batches(
-        np.random.default_rng(0).normal(size=(4096, WIDTH)).astype(np.float32), {0: ROWS, SIZE_EDGE: 2 * ROWS}
+        np.random.default_rng(0).normal(size=(4096, WIDTH)).astype(np.float32),
+        {0: ROWS, SIZE_EDGE: 2 * ROWS},
     )
     stages = {0: step_of(optimizer, 1.0 + number), STEP_EDGE: step_of(optimizer, 1.5 + number)}
     steps = Steps()
     del compiled[:]
-    jstep.train(stages, jstep.TrainState.create(weights, optimizer), data, LAST, hooks=[steps], progress=False)
+    jstep.train(
+        stages,
+        jstep.TrainState.create(weights, optimizer),
+        data,
+        LAST,
+        hooks=[steps],
+        progress=False,
+    )
     return steps.seconds, list(compiled)
 
 
@@ -69,16 +84,23 @@ def main():
     compiled = []
 
     def listener(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration" and threading.current_thread().name == "jstep-compile":
+        if (
+            event == "/jax/core/compile/backend_compile_duration"
+            and threading.current_thread().name == "jstep-compile"
+        ):
             compiled.append(duration)
 
     jax.monitoring.register_event_duration_secs_listener(listener)
-    edges = {"another train step": (STEP_EDGE, SIZE_EDGE), "batches of twice the size": (SIZE_EDGE, LAST)}
+    edges = {
+        "another train step": (STEP_EDGE, SIZE_EDGE),
+        "batches of twice the size": (SIZE_EDGE, LAST),
+    }
     times = {name: {"median step": [], "step at the edge": [], "compilation": []} for name in edges}
     for number in range(ROUNDS):
         seconds, programs = one_round(number, compiled)
         assert len(edges) <= len(programs) <= len(edges) + 1, programs
-        for (name, (edge, stop)), compilation in zip(edges.items(), programs[-len(edges) :], strict=True):
+        pairs = zip(edges.items(), programs[-len(edges) :], strict=True)
+        for (name, (edge, stop)), compilation in pairs:
             times[name]["median step"].append(statistics.median(seconds[edge + 1 : stop]))
             times[name]["step at the edge"].append(seconds[edge])
             times[name]["compilation"].append(compilation)

@@ -1,8 +1,9 @@
-"""Time to the first finished step: overlapped or sequential startup, with and without a compilation cache.
+"""Time to the first finished step: overlapped or sequential, with and without a cache.
 
     python benchmarks/bench_start.py  # restore slowed to 5 s
 
-Each start runs in a separate process, since JAX caches compiled programs. Times count from the call of `train`.
+Each start runs in a separate process, since JAX caches compiled programs. Times count from the call
+of `train`.
 """
 
 import argparse
@@ -54,15 +55,24 @@ else:
     jstep.train(jstep.minimize(loss, optimizer), state(), data, 2, hooks=[First()], checkpoint_dir=directory,
                 compile_cache=cache, save_checkpoint_secs=None, progress=False)
     print(json.dumps(seen))
-"""
+"""  # noqa: E501
 
 
 def start(directory, cache, kind, restore_secs):
     """Return the seconds to the first finished step of a run."""
     with tempfile.TemporaryDirectory() as own:  # a copy, since the run writes its final checkpoint
         subprocess.run(["cp", "-r", f"{directory}/.", own], check=True)
-        command = [sys.executable, "-c", START, own if kind != "make" else str(directory), cache, kind]
-        done = subprocess.run([*command, str(restore_secs)], capture_output=True, text=True, check=True)
+        command = [
+            sys.executable,
+            "-c",
+            START,
+            own if kind != "make" else str(directory),
+            cache,
+            kind,
+        ]
+        done = subprocess.run(
+            [*command, str(restore_secs)], capture_output=True, text=True, check=True
+        )
         return json.loads(done.stdout)["first"] if done.stdout else None
 
 
@@ -108,11 +118,16 @@ def main():
     print(f"overlapped, warm              {warm:6.2f} s")
     ratio = overlapped / max(compiling, given.restore)
     print("\nTime to the first step, from the call of train")
-    is_good = report_ratio("restore and compilation overlapped", "the slower of the two", ratio, 1.15)
+    is_good = report_ratio(
+        "restore and compilation overlapped", "the slower of the two", ratio, 1.15
+    )
     with tempfile.TemporaryDirectory() as cache:
         cold, warm = char_lm(cache), char_lm(cache)
     print(f"\nTime to the first step of examples/char_lm.py: cold {cold:.2f} s, warm {warm:.2f} s")
-    is_good = report_ratio("its second start with compile_cache", "its first", warm / cold, 0.6) and is_good
+    is_good = (
+        report_ratio("its second start with compile_cache", "its first", warm / cold, 0.6)
+        and is_good
+    )
     sys.exit(not is_good)
 
 

@@ -3,11 +3,12 @@
     python benchmarks/bench_step.py
     python benchmarks/bench_step.py transformer
 
-All steps run the same loss of the same plain parameters, with AdamW and a staircase of rates, are compiled once and
-return the loss and the rate. With two layers of 64 the call takes longer than the arithmetic; with 8 layers of 256, and
-with a transformer of two blocks, it does not. Flax's guides donate no state, so it is shown both ways: XLA's CPU
-backend copies some of what Optax's chain donates, so that the undonated step can be the quicker one on a CPU. On an
-accelerator donation saves the memory of a second state. Flax NNX takes more time on the host: with `nnx.split` outside
+All steps run the same loss of the same plain parameters, with AdamW and a staircase of rates, are
+compiled once and return the loss and the rate. With two layers of 64 the call takes longer than the
+arithmetic; with 8 layers of 256, and with a transformer of two blocks, it does not. Flax's guides
+donate no state, so it is shown both ways: XLA's CPU backend copies some of what Optax's chain
+donates, so that the undonated step can be the quicker one on a CPU. On an accelerator donation
+saves the memory of a second state. Flax NNX takes more time on the host: with `nnx.split` outside
 of `jax.jit` almost twice, with `nnx.cached_partial` five times that of a TrainState of two layers.
 
 "In one call" means that all three scan over that many batches, which are stacked before.
@@ -65,12 +66,16 @@ class Network:
 
 
 def layers(*widths):
-    """A network of dense layers: a function that makes its parameters, and one from inputs to logits."""
+    """A network of dense layers: a function that makes its parameters, and one from inputs to
+    logits."""
 
     def init(key):
         shapes = list(itertools.pairwise(widths))
         keys = jax.random.split(key, len(shapes))
-        return {f"dense{i}": init_layer(key, *shape) for i, (key, shape) in enumerate(zip(keys, shapes, strict=True))}
+        return {
+            f"dense{i}": init_layer(key, *shape)
+            for i, (key, shape) in enumerate(zip(keys, shapes, strict=True))
+        }
 
     def predict(params, x):
         *hidden, last = params.values()
@@ -84,7 +89,9 @@ def layers(*widths):
 def rows(batch, width):
     """Inputs and labels for dense layers."""
     rng = np.random.default_rng(0)
-    return jnp.asarray(rng.normal(size=(batch, width)), jnp.float32), jnp.asarray(rng.integers(0, 10, batch))
+    return jnp.asarray(rng.normal(size=(batch, width)), jnp.float32), jnp.asarray(
+        rng.integers(0, 10, batch)
+    )
 
 
 def characters(batch, length=64):
@@ -118,11 +125,14 @@ def flax_step(network):
 
     def step(state, x, y):
         loss, grads = jax.value_and_grad(network.loss)(state.params, x, y)
-        return state.apply_gradients(grads=grads), {"loss": loss, "learning_rate": schedule(state.step)}
+        metrics = {"loss": loss, "learning_rate": schedule(state.step)}
+        return state.apply_gradients(grads=grads), metrics
 
     def state():
         params = network.init(jax.random.key(0))
-        new = flax.training.train_state.TrainState.create(apply_fn=network.predict, params=params, tx=optimizer)
+        new = flax.training.train_state.TrainState.create(
+            apply_fn=network.predict, params=params, tx=optimizer
+        )
         return new.replace(step=jnp.int32(0))  # a Python number would compile the step once more
 
     return step, state
@@ -231,7 +241,9 @@ def main(chosen):
             refuse_other_results(name, contenders)
             times = interleaved(contenders, calls=network.calls, rounds=15)
             ours, *peers = times
-            good &= report(title, times, {(ours, peer): BOUNDS["step"].get((ours, peer)) for peer in peers})
+            good &= report(
+                title, times, {(ours, peer): BOUNDS["step"].get((ours, peer)) for peer in peers}
+            )
     return good
 
 

@@ -3,9 +3,9 @@
     pip install tensorboardX
     python benchmarks/bench_summary.py
 
-Bounds: a scalar costs the training thread at most 0.2 of tensorboardX's `add_scalar`, and 0.4 with the flush;
-a histogram of 10 M values transfers only its buckets; a loop that writes five scalars every 100 steps takes at
-most 1.02 times as long as one that writes none.
+Bounds: a scalar costs the training thread at most 0.2 of tensorboardX's `add_scalar`, and 0.4 with
+the flush; a histogram of 10 M values transfers only its buckets; a loop that writes five scalars
+every 100 steps takes at most 1.02 times as long as one that writes none.
 """
 
 import statistics
@@ -55,7 +55,10 @@ def bench_scalars(name, ours_value, theirs_value):
     ratios, flushed, ours_us, theirs_us = [], [], [], []
     for _ in range(ROUNDS):
         times = []
-        for make, value in ((scalars_of_jstep, ours_value), (scalars_of_tensorboardx, theirs_value)):
+        for make, value in (
+            (scalars_of_jstep, ours_value),
+            (scalars_of_tensorboardx, theirs_value),
+        ):
             with tempfile.TemporaryDirectory() as logdir:
                 add, writer = make(logdir, value)
                 writer.flush()
@@ -68,13 +71,19 @@ def bench_scalars(name, ours_value, theirs_value):
         ours_us.append(ours[0] / SCALARS * 1e6)
         theirs_us.append(theirs[0] / SCALARS * 1e6)
     print(
-        f"{name}: {statistics.median(ours_us):.2f} µs, tensorboardX {statistics.median(theirs_us):.2f} µs; "
+        f"{name}: {statistics.median(ours_us):.2f} µs, tensorboardX "
+        f"{statistics.median(theirs_us):.2f} µs; "
         f"ratio median {statistics.median(ratios):.3f}, best {min(ratios):.3f} (bound 0.2); "
         f"with flush median {statistics.median(flushed):.3f}, best {min(flushed):.3f} (bound 0.4)"
     )
     print(f"\nSummaries: {name}, on the thread that trains")
     report_ratio("SummaryWriter", "tensorboardX", statistics.median(ratios), 0.2)
-    report_ratio("SummaryWriter, with the flush", "tensorboardX, with the flush", statistics.median(flushed), 0.4)
+    report_ratio(
+        "SummaryWriter, with the flush",
+        "tensorboardX, with the flush",
+        statistics.median(flushed),
+        0.4,
+    )
 
 
 def bench_histogram():
@@ -92,8 +101,10 @@ def bench_histogram():
     numpy = [timed(lambda: np.histogram(on_host, bins=30)) for _ in range(ROUNDS)]
     call, wait, numpy = (statistics.median(times) * 1e3 for times in (call, wait, numpy))
     print(
-        f"histogram of 10 M float32 ({values.nbytes} bytes): {sum(leaf.nbytes for leaf in leaves)} bytes "
-        f"travel; the call {call:.2f} ms, counted after {wait:.1f} ms; np.histogram, 30 bins, {numpy:.1f} ms"
+        f"histogram of 10 M float32 ({values.nbytes} bytes): "
+        f"{sum(leaf.nbytes for leaf in leaves)} bytes "
+        f"travel; the call {call:.2f} ms, counted after {wait:.1f} ms; "
+        f"np.histogram, 30 bins, {numpy:.1f} ms"
     )
 
 
@@ -130,7 +141,8 @@ def bench_loop():
             writer.flush()
 
     run(None)
-    clocks = {"wall": time.perf_counter, "CPU": time.process_time}  # CPU time is more reliable on a busy machine
+    # CPU time is more reliable on a busy machine.
+    clocks = {"wall": time.perf_counter, "CPU": time.process_time}
     ratios: dict[str, list[float]] = {name: [] for name in clocks}
     without = []
     with tempfile.TemporaryDirectory() as logdir, summary.SummaryWriter(logdir) as writer:
@@ -140,11 +152,16 @@ def bench_loop():
             for w in (None, writer) if i % 2 else (writer, None):
                 start = {name: clock() for name, clock in clocks.items()}
                 run(w)
-                times[w is not None] = {name: clock() - start[name] for name, clock in clocks.items()}
+                times[w is not None] = {
+                    name: clock() - start[name] for name, clock in clocks.items()
+                }
             without.append(times[False]["wall"] / steps * 1e6)
             for name in clocks:
                 ratios[name].append(times[True][name] / times[False][name])
-    print(f"loop, five scalars each {every} steps, {statistics.median(without):.0f} µs a step (bound 1.02):")
+    print(
+        f"loop, five scalars each {every} steps, "
+        f"{statistics.median(without):.0f} µs a step (bound 1.02):"
+    )
     for name, found in ratios.items():
         low, middle, high = statistics.quantiles(found, n=4)
         print(f"  ratio of {name} time: median {middle:.4f}, quartiles {low:.4f} to {high:.4f}")

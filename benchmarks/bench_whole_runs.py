@@ -1,20 +1,21 @@
-"""Whole runs: three networks in five toolkits, from the same weights, on the same batches, with the same AdamW,
-clipping and schedule. All save checkpoints and the best one, write TensorBoard's events, evaluate, stop early and
-resume. Seconds count from the start of the process. A step is the mean over the second half of the steps, with
-evaluations and checkpoints; Keras runs 10 steps per call. Lines are lines of code. Finally a run is killed by SIGKILL
-halfway between two checkpoints, and started again: "the same" means that the test loss of its last weights is
-identical.
+"""Whole runs: three networks in five toolkits, from the same weights, on the same batches, with the
+same AdamW, clipping and schedule. All save checkpoints and the best one, write TensorBoard's
+events, evaluate, stop early and resume. Seconds count from the start of the process. A step is the
+mean over the second half of the steps, with evaluations and checkpoints; Keras runs 10 steps per
+call. Lines are lines of code. Finally a run is killed by SIGKILL halfway between two checkpoints,
+and started again: "the same" means that the test loss of its last weights is identical.
 
     python benchmarks/bench_whole_runs.py --environment DIR       # creates it if it does not exist
     python benchmarks/bench_whole_runs.py                         # in .whole_runs
     python benchmarks/bench_whole_runs.py --only jstep --only flax --task digits --rounds 1
 
-The programs are in `whole_runs/`; each is written as its toolkit's documentation recommends for speed, and what that
-gave is in the file. A last table, which the page does not show, splits the first step: imports, reading the task,
-initialization as the toolkit's guide shows it, tracing and compilation, and the rest, with an empty compilation cache;
-then the first step after the SIGKILL, with the restore, and with JAX's programs in the cache. The peers are installed
-by pip in their own environment, in the versions that the page shows; jstep is that of this checkout.
-PyTorch for CPUs is smaller: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
+The programs are in `whole_runs/`; each is written as its toolkit's documentation recommends for
+speed, and what that gave is in the file. A last table, which the page does not show, splits the
+first step: imports, reading the task, initialization as the toolkit's guide shows it, tracing and
+compilation, and the rest, with an empty compilation cache; then the first step after the SIGKILL,
+with the restore, and with JAX's programs in the cache. The peers are installed by pip in their own
+environment, in the versions that the page shows; jstep is that of this checkout. PyTorch for CPUs
+is smaller: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 """
 
 import argparse
@@ -46,10 +47,10 @@ AGREEMENT = {"JAX": 1e-4, "PyTorch": 1e-2}
 """By how much a toolkit's loss on the test set may differ from jstep's at the end."""
 HEADER = """\
 | task | toolkit | a step, ms | whole, s | lines | test loss | difference | after a SIGKILL | steps repeated |
-|---|---|---:|---:|---:|---:|---:|---|---:|"""
+|---|---|---:|---:|---:|---:|---:|---|---:|"""  # noqa: E501
 STAGES_HEADER = """\
 | to the first step, s | toolkit | import | data | init | compile | the rest | all | restarted: compile | all |
-|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"""
+|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"""  # noqa: E501
 LIMIT = 600
 """Seconds for a run."""
 
@@ -77,16 +78,28 @@ class Toolkit:
 
 TOOLKITS = {
     "jstep": Toolkit("jstep, auto", "run_jstep.py", "networks_jax.py", arguments=("auto",)),
-    "jstep_single": Toolkit("jstep, one step per call", "run_jstep.py", "networks_jax.py", arguments=("1",)),
+    "jstep_single": Toolkit(
+        "jstep, one step per call", "run_jstep.py", "networks_jax.py", arguments=("1",)
+    ),
     "flax": Toolkit(
         "Flax + Optax + Orbax",
         "run_flax.py",
         "networks_flax.py",
         packages=("flax", "optax", "orbax-checkpoint"),
     ),
-    "keras": Toolkit("Keras on JAX", "run_keras.py", "networks_keras.py", packages=("keras", "jax")),
-    "lightning": Toolkit("Lightning", "run_lightning.py", "networks_torch.py", "PyTorch", ("lightning", "torch")),
-    "hf": Toolkit("Hugging Face Trainer", "run_hf.py", "networks_torch.py", "PyTorch", ("transformers", "torch")),
+    "keras": Toolkit(
+        "Keras on JAX", "run_keras.py", "networks_keras.py", packages=("keras", "jax")
+    ),
+    "lightning": Toolkit(
+        "Lightning", "run_lightning.py", "networks_torch.py", "PyTorch", ("lightning", "torch")
+    ),
+    "hf": Toolkit(
+        "Hugging Face Trainer",
+        "run_hf.py",
+        "networks_torch.py",
+        "PyTorch",
+        ("transformers", "torch"),
+    ),
 }
 
 PACKAGES = [
@@ -116,7 +129,8 @@ class Outcome:
         whole: Seconds from the start of the process to its end.
         stages: Stage → seconds from the start of the process to its end: `import`, `data`, `init`.
         compile: Seconds in which JAX compiled, between `init` and the end of the first step.
-        steps: Step → seconds from the start of the process until it was done, for the steps that the run marks.
+        steps: Step → seconds from the start of the process until it was done, for the steps that
+            the run marks.
         parameters: Number of parameters of the network.
         loss: Loss on the test set after the last step, with all digits; None if the run was killed.
     """
@@ -142,7 +156,13 @@ class Outcome:
     def parts(self):
         """The seconds of each stage, of the compilation, and of the rest of the first step."""
         imported, data, init = (self.stages[name] for name in ("import", "data", "init"))
-        return imported, data - imported, init - data, self.compile, self.first - init - self.compile
+        return (
+            imported,
+            data - imported,
+            init - data,
+            self.compile,
+            self.first - init - self.compile,
+        )
 
     @property
     def per_step(self):
@@ -174,7 +194,7 @@ def versions_of(environment, toolkit):
 
 
 def run(python, toolkit, data, directory, killed=None):
-    """Run a program to its end, or kill it after a step; JAX's compilation cache is beside its directory.
+    """Run a program to its end, or kill it after a step; the cache is beside its directory.
 
     Raises:
         RuntimeError: It failed, or took too long; the message has the end of its output.
@@ -189,10 +209,21 @@ def run(python, toolkit, data, directory, killed=None):
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
     environment.pop("XLA_FLAGS", None)
-    command = [python, HERE / TOOLKITS[toolkit].program, data, directory, *TOOLKITS[toolkit].arguments]
+    command = [
+        python,
+        HERE / TOOLKITS[toolkit].program,
+        data,
+        directory,
+        *TOOLKITS[toolkit].arguments,
+    ]
     began, outcome, log, is_killed = time.time(), Outcome(), [], False
     with subprocess.Popen(
-        command, cwd=directory.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=directory.parent,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as process:
         late = threading.Timer(LIMIT, process.kill)
         late.start()
@@ -215,20 +246,27 @@ def run(python, toolkit, data, directory, killed=None):
         process.wait()
         outcome.whole = time.time() - began
         late.cancel()
-    if is_killed != (killed is not None) or (not is_killed and (process.returncode or outcome.loss is None)):
-        raise RuntimeError(f"{toolkit}, {data}: exit code {process.returncode}\n{''.join(log[-40:])}")
+    if is_killed != (killed is not None) or (
+        not is_killed and (process.returncode or outcome.loss is None)
+    ):
+        raise RuntimeError(
+            f"{toolkit}, {data}: exit code {process.returncode}\n{''.join(log[-40:])}"
+        )
     return outcome
 
 
 def lines_of(toolkit, task):
-    """Return the number of lines of a program: of its file, and of the part of the networks' file that it needs."""
+    """Return the number of lines of a program: of its file, and of the part of the networks' file
+    that it needs."""
     program = (HERE / TOOLKITS[toolkit].program).read_text(encoding="utf-8")
     networks = (HERE / TOOLKITS[toolkit].networks).read_text(encoding="utf-8")
     pieces = {name: node for node in ast.parse(networks).body for name in _defined(node)}
     wanted, new = set(), {name for name in pieces if name.lower() in (task, f"init_{task}")}
     while new:
         wanted |= new
-        used = {one.id for name in new for one in ast.walk(pieces[name]) if isinstance(one, ast.Name)}
+        used = {
+            one.id for name in new for one in ast.walk(pieces[name]) if isinstance(one, ast.Name)
+        }
         new = (used & set(pieces)) - wanted
     needed = {pieces[name] for name in wanted}
     text = "\n".join(ast.get_source_segment(networks, node) for node in needed)
@@ -244,7 +282,14 @@ def _defined(node):
 
 def _code_lines(text):
     """Return the number of lines with code, without docstrings and what measures."""
-    ignored = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    ignored = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
     code = {
         line
         for token in tokenize.generate_tokens(io.StringIO(text).readline)
@@ -254,11 +299,14 @@ def _code_lines(text):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             code -= set(range(node.lineno, node.end_lineno + 1))
-    return sum("marks" not in line.lower() for i, line in enumerate(text.splitlines(), 1) if i in code)
+    return sum(
+        "marks" not in line.lower() for i, line in enumerate(text.splitlines(), 1) if i in code
+    )
 
 
 def measure(environment, task, toolkits, rounds, root):
-    """Return, by toolkit, the outcomes of the rounds, and that of the run that resumed after a SIGKILL."""
+    """Return, by toolkit, the outcomes of the rounds, and that of the run that resumed after a
+    SIGKILL."""
     data, done = root / f"{task.name}.npz", {name: [] for name in toolkits}
     for number in range(rounds):
         turn = number % len(toolkits)
@@ -289,8 +337,10 @@ def row(task, name, title, outcomes, resumed, reference):
     repeated = task.killed - resumed.first_step + 1
     difference = "" if reference is None else f"{difference_of(outcomes, reference):.0e}"
     return (
-        f"| {task.name} | {title} | {median(outcomes, 'per_step') * 1e3:.2f} | {median(outcomes, 'whole'):.1f} | "
-        f"{lines_of(name, task.name)} | {float(outcomes[0].loss):.4f} | {difference} | {same} | {repeated} |"
+        f"| {task.name} | {title} | {median(outcomes, 'per_step') * 1e3:.2f} | "
+        f"{median(outcomes, 'whole'):.1f} | "
+        f"{lines_of(name, task.name)} | {float(outcomes[0].loss):.4f} | "
+        f"{difference} | {same} | {repeated} |"
     )
 
 
@@ -319,7 +369,9 @@ def refuse_another_training(name, done):
         limit = AGREEMENT[TOOLKITS[toolkit].library]
         if "jstep" in done and difference_of(outcomes, done["jstep"][0].loss) > limit:
             losses = {other: [one.loss for one in found] for other, found in done.items()}
-            raise RuntimeError(f"{name}: the loss of {toolkit} differs from jstep's by more than {limit}: {losses}")
+            raise RuntimeError(
+                f"{name}: the loss of {toolkit} differs from jstep's by more than {limit}: {losses}"
+            )
 
 
 def report_task(task, done, resumed):
@@ -335,8 +387,11 @@ def report_task(task, done, resumed):
 
 
 def report_quickest(title, outcomes, attribute):
-    """Print jstep's ratio to the quickest program on each library; return whether the bounds hold."""
-    seconds = {name: median(found, attribute) for name, found in outcomes.items() if name != "jstep_single"}
+    """Print jstep's ratio to the quickest program on each library; return whether the bounds
+    hold."""
+    seconds = {
+        name: median(found, attribute) for name, found in outcomes.items() if name != "jstep_single"
+    }
     ours, is_good = seconds.pop("jstep", None), True
     if ours is None or not seconds:
         return True
@@ -351,17 +406,32 @@ def report_quickest(title, outcomes, attribute):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--environment", type=Path, help=f"created if it does not exist (default: {ENVIRONMENT.name})")
-    parser.add_argument("--only", action="append", choices=TOOLKITS, help="a toolkit; repeatable (default: all)")
-    parser.add_argument("--task", action="append", choices=whole_run_tasks.TASKS, help="repeatable (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--environment",
+        type=Path,
+        help=f"created if it does not exist (default: {ENVIRONMENT.name})",
+    )
+    parser.add_argument(
+        "--only", action="append", choices=TOOLKITS, help="a toolkit; repeatable (default: all)"
+    )
+    parser.add_argument(
+        "--task", action="append", choices=whole_run_tasks.TASKS, help="repeatable (default: all)"
+    )
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--share", type=float, default=1.0, help="which part of the steps to run (default: 1)")
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="which part of the steps to run (default: 1)"
+    )
     given = parser.parse_args()
     environment = (given.environment or ENVIRONMENT).absolute()
     if not python_of(environment).exists():
         if given.environment is None:
-            sys.exit(f"{environment}: there is no environment; create it with --environment {ENVIRONMENT.name}")
+            sys.exit(
+                f"{environment}: there is no environment; "
+                f"create it with --environment {ENVIRONMENT.name}"
+            )
         create(environment)
     is_quick = bool(os.environ.get("JSTEP_QUICK_BENCHMARKS"))
     rounds, share = (1, 0.1) if is_quick else (given.rounds, given.share)
@@ -381,8 +451,13 @@ def main():
             is_good = report_task(task, done, resumed) and is_good
     print(f"\n{HEADER}", *rows, sep="\n")
     peers = {title: shown for title, shown in versions.items() if shown}
-    print("\n| toolkit | versions |\n|---|---|", *(f"| {title} | {peers[title]} |" for title in peers), sep="\n")
-    print(*("  " + line for line in (*STAGES_HEADER.splitlines(), *stages)), sep="\n")  # indented: not on the page
+    print(
+        "\n| toolkit | versions |\n|---|---|",
+        *(f"| {title} | {peers[title]} |" for title in peers),
+        sep="\n",
+    )
+    # Indented, as they are not on the page.
+    print(*("  " + line for line in (*STAGES_HEADER.splitlines(), *stages)), sep="\n")
     return is_good
 
 

@@ -1,4 +1,5 @@
-"""The bounds, limits and reasons of `bounds.toml`: benchmark → (program, compared with) → bound, limit, or reason."""
+"""The bounds, limits and reasons of `bounds.toml`: benchmark → (program, compared with) → bound,
+limit, or reason."""
 
 import tomllib
 from pathlib import Path
@@ -9,7 +10,9 @@ _READ = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ut
 
 def _by_pair(kind: str) -> dict[str, dict[tuple[str, str], Any]]:
     return {
-        benchmark: {(ours, peer): value for ours, peers in programs.items() for peer, value in peers.items()}
+        benchmark: {
+            (ours, peer): value for ours, peers in programs.items() for peer, value in peers.items()
+        }
         for benchmark, programs in _READ[kind].items()
     }
 

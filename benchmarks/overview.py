@@ -1,10 +1,12 @@
-"""The tables of figures in README.md, at the top of `docs/benchmarks.md` and in `docs/from/which-tool.md`.
+"""The tables of figures in README.md, at the top of `docs/benchmarks.md` and in
+`docs/from/which-tool.md`.
 
     python benchmarks/overview.py   # rewrites them; report.py does, too, after its benchmarks
 
-They are made of the sections of `docs/benchmarks.md` alone, so that a figure is written in one place, by report.py.
-Each row is like for like: of the peers that a row names, the quickest counts in each case, and the row shows the range
-over the cases. A row whose benchmark was not run is left out. The rows are in overview.toml.
+They are made of the sections of `docs/benchmarks.md` alone, so that a figure is written in one
+place, by report.py. Each row is like for like: of the peers that a row names, the quickest counts
+in each case, and the row shows the range over the cases. A row whose benchmark was not run is left
+out. The rows are in overview.toml.
 """
 
 import re
@@ -17,7 +19,10 @@ ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- figures: written by benchmarks/overview.py -->", "<!-- end of figures -->"
 LEVEL = 0.03
 """Ratios that differ from 1 by less than this are called level."""
-_SECTION = re.compile(r"<!-- benchmark: (\w+) -->\n(.*?)(?=<!-- benchmark: |<!-- end of benchmarks -->|\Z)", re.DOTALL)
+_SECTION = re.compile(
+    r"<!-- benchmark: (\w+) -->\n(.*?)(?=<!-- benchmark: |<!-- end of benchmarks -->|\Z)",
+    re.DOTALL,
+)
 _RATIO = re.compile(r"\| (.*?) ?\| (.*?) \| (.*?) \| \**([\d.]+)\** \| [\d.]* ?\|.*")
 _RUN = re.compile(r"^\| (?:digits|transformer|mlp) \|.*", re.MULTILINE)
 
@@ -51,10 +56,12 @@ ROWS = tuple(Row(**row) for row in tomllib.loads(_FILE.read_text(encoding="utf-8
 
 
 def ratios_of(row: Row, page: str) -> list[float]:
-    """Return the ratio of each case of a row to the quickest of its peers, as the page shows them."""
+    """Return the ratio of each case of a row to the quickest of its peers, as the page shows
+    them."""
     cases: dict[tuple[str, str], float] = {}
     title = ""
-    for measured, ours, peer, ratio in _RATIO.findall(dict(_SECTION.findall(page)).get(row.benchmark, "")):
+    section = dict(_SECTION.findall(page)).get(row.benchmark, "")
+    for measured, ours, peer, ratio in _RATIO.findall(section):
         title = measured or title  # an empty cell is the one above
         texts = ((row.title, title), (row.ours, ours), (row.peers, peer))
         if all(re.fullmatch(pattern, text) for pattern, text in texts):
@@ -66,7 +73,10 @@ def is_read(benchmark: str, ratio: Sequence[object]) -> bool:
     """Say whether a row has this ratio of a benchmark: its title, program and peer."""
     return any(
         row.benchmark == benchmark
-        and all(re.fullmatch(*pair) for pair in zip((row.title, row.ours, row.peers), map(str, ratio[:3]), strict=True))
+        and all(
+            re.fullmatch(*pair)
+            for pair in zip((row.title, row.ours, row.peers), map(str, ratio[:3]), strict=True)
+        )
         for row in ROWS
     )
 
@@ -79,7 +89,10 @@ def span(ratios: Sequence[float]) -> str:
 
 def verdict(ratios: Sequence[float]) -> str:
     """Say who is quicker, by sorted ratios."""
-    kinds = ["jstep" if one < 1 - LEVEL else "the other" if one > 1 + LEVEL else "level" for one in ratios]
+    kinds = [
+        "jstep" if one < 1 - LEVEL else "the other" if one > 1 + LEVEL else "level"
+        for one in ratios
+    ]
     counts = {kind: kinds.count(kind) for kind in ("jstep", "level", "the other") if kind in kinds}
     if len(counts) == 1:
         return next(iter(counts))
@@ -100,19 +113,25 @@ def page_table(page: str) -> str:
     lines = ["| | compared with | ratio | quicker | |", "|---|---|---:|---|---|"]
     for row in ROWS:
         if ratios := ratios_of(row, page):
-            lines.append(f"| {row.words} | {row.peer} | {span(ratios)} | {verdict(ratios)} | {row.excuse} |")
+            lines.append(
+                f"| {row.words} | {row.peer} | {span(ratios)} | {verdict(ratios)} | {row.excuse} |"
+            )
     return "\n".join(lines)
 
 
 def tool_table(page: str) -> str:
-    """Return the table of the page that compares tools: for each toolkit, the figures of the three whole runs."""
+    """Return the table of the page that compares tools: for each toolkit, the figures of the three
+    whole runs."""
     found: dict[str, list[tuple[str, str, str]]] = {}
     for line in _RUN.findall(dict(_SECTION.findall(page)).get("whole_runs", "")):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 9:  # the second table, of the first step, has ten
             _, toolkit, _, whole, lines, _, _, after, _ = cells
             found.setdefault(toolkit.split(" (")[0], []).append((lines, whole, after.split(":")[0]))
-    table = ["| | lines of code | seconds for the whole run | test loss after a SIGKILL |", "|---|---|---|---|"]
+    table = [
+        "| | lines of code | seconds for the whole run | test loss after a SIGKILL |",
+        "|---|---|---|---|",
+    ]
     for toolkit, runs in found.items():
         lines, wholes, afters = zip(*runs, strict=True)
         after = afters[0] if len(set(afters)) == 1 else ", ".join(afters)
@@ -143,7 +162,9 @@ def write(root: Path = ROOT) -> None:
     page = (root / "docs/benchmarks.md").read_text(encoding="utf-8")
     for name, make in TABLES.items():
         path = root / name
-        path.write_text(with_table(path.read_text(encoding="utf-8"), make(page), name), encoding="utf-8")
+        path.write_text(
+            with_table(path.read_text(encoding="utf-8"), make(page), name), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

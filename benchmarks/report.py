@@ -1,12 +1,14 @@
-"""Run the benchmarks, write their ratios into the page `docs/benchmarks.md`, and those of overview.py into README.
+"""Run the benchmarks, write their ratios into the page `docs/benchmarks.md`, and those of
+overview.py into README.
 
-    python benchmarks/report.py                  # all of the page: takes hours on an otherwise idle machine
-    python benchmarks/report.py --only step      # bench_step.py alone; other sections are kept
-    python benchmarks/report.py --quick          # few rounds, only to check that they run
+    python benchmarks/report.py              # all of the page: hours on an otherwise idle machine
+    python benchmarks/report.py --only step  # bench_step.py alone; other sections are kept
+    python benchmarks/report.py --quick      # few rounds, only to check that they run
 
-Each benchmark runs in a separate process, one after the other. Only its ratios are kept: jstep's time divided by that
-of another library, measured interleaved in the same run, since ratios depend less on the machine than times do.
-The page gives the date and the machine of each measurement, and the benchmarks that could not run.
+Each benchmark runs in a separate process, one after the other. Only its ratios are kept: jstep's
+time divided by that of another library, measured interleaved in the same run, since ratios depend
+less on the machine than times do. The page gives the date and the machine of each measurement, and
+the benchmarks that could not run.
 """
 
 import argparse
@@ -31,7 +33,8 @@ PAGE = HERE.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- benchmarks: written by benchmarks/report.py -->", "<!-- end of benchmarks -->"
 QUICK_ARGUMENTS = {"checkpoint": ["2", "20"], "start": ["--restore", "1"]}
 ENVIRONMENTS = {"whole_runs": HERE.parent / ".whole_runs"}
-"""Environments that benchmarks run programs in; these benchmarks run by default only if theirs exists."""
+"""Environments that benchmarks run programs in; these benchmarks run by default only if theirs
+exists."""
 NOT_SHOWN = {
     *(
         "collectives",
@@ -49,11 +52,17 @@ NOT_SHOWN = {
 """Benchmarks of jstep's inside: `--only` runs them, and the page leaves them out."""
 PACKAGES = ("jax", "numpy", "optax", "flax", "orbax-checkpoint", "tensorboardX")
 _RATIO = re.compile(
-    r"\s*(\S.*?) / (\S.*?): (\d+(?:\.\d+)?)(?:\s+\(bound ([\d.]+)\))?(?:\s+(?:ok|OVER))?(?:\s+\[.*\])?\s*"
+    r"\s*(\S.*?) / (\S.*?): (\d+(?:\.\d+)?)(?:\s+\(bound "
+    r"([\d.]+)\))?(?:\s+(?:ok|OVER))?(?:\s+\[.*\])?\s*"
 )
 _DIGITS = re.compile(r"\d+(?:\.\d+)?")
-_SECTION = re.compile(r"<!-- benchmark: (\w+) -->\n(.*?)(?=<!-- benchmark: |<!-- versions -->|\Z)", re.DOTALL)
-_WHERE = re.compile(r"^\*(\d{4}-\d\d-\d\d, .*?)\.(?: Python ([^*]+?)\.)?( [A-Z][^*]*)?\*$", re.MULTILINE)
+_SECTION = re.compile(
+    r"<!-- benchmark: (\w+) -->\n(.*?)(?=<!-- benchmark: |<!-- versions -->|\Z)",
+    re.DOTALL,
+)
+_WHERE = re.compile(
+    r"^\*(\d{4}-\d\d-\d\d, .*?)\.(?: Python ([^*]+?)\.)?( [A-Z][^*]*)?\*$", re.MULTILINE
+)
 _VERSIONS = "Versions, if a section does not list others: Python "
 
 
@@ -76,7 +85,8 @@ class Ratio(NamedTuple):
 
 
 def ratios_in(output: str) -> list[Ratio]:
-    """Return the ratios in the output of `_timing.report`: a title, with indented lines below it."""
+    """Return the ratios in the output of `_timing.report`: a title, with indented lines below
+    it."""
     title, found = "", []
     for line in output.splitlines():
         match = _RATIO.fullmatch(line)
@@ -109,9 +119,10 @@ def section(
         output: Its output.
         failure: The reason why it could not run, in one line; None if it ran.
         where: Date, machine and versions.
-        reasons: (Program, compared with) → why a ratio is above its bound: numbered notes below the table.
-        is_read: Whether overview.py reads a row. Of the others, rows without a bound are left out, and those within
-            it are joined if they differ in sizes only.
+        reasons: (Program, compared with) → why a ratio is above its bound: numbered notes below the
+            table.
+        is_read: Whether overview.py reads a row. Of the others, rows without a bound are left out,
+            and those within it are joined if they differ in sizes only.
     """
     about = " ".join((ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0].split())
     heading, description = _heading(about)
@@ -119,15 +130,25 @@ def section(
     notes: list[str] = []
     if found := [one for one in ratios_in(output) if one.bound is not None or is_read(one)]:
         rows = [(group, _note(group[0], reasons or {}, notes)) for group in _joined(found, is_read)]
-        lines += ["| measured | program | compared with | ratio | bound |", "|---|---|---|---:|---:|"]
+        lines += [
+            "| measured | program | compared with | ratio | bound |",
+            "|---|---|---|---:|---:|",
+        ]
         if notes:
             lines[-2:] = [f"{lines[-2]} note |", f"{lines[-1]}---|"]
         above = ""
         for group, note in rows:
             title = _span([one.title for one in group])
             one, last = group[0], max(group, key=_ratio)
-            number = _number(one) if len(group) == 1 else f"{_number(min(group, key=_ratio))} to {_number(last)}"
-            cells = ["" if title == above else _cell(title), _cell(one.ours), _cell(one.peer), number]
+            number = _number(one)
+            if len(group) != 1:
+                number = f"{_number(min(group, key=_ratio))} to {_number(last)}"
+            cells = [
+                "" if title == above else _cell(title),
+                _cell(one.ours),
+                _cell(one.peer),
+                number,
+            ]
             cells.append("" if one.bound is None else f"{one.bound:g}")
             lines.append(f"| {' | '.join([*cells, note] if notes else cells)} |")
             above = title
@@ -142,7 +163,8 @@ def section(
 
 
 def _joined(found: Sequence[Ratio], is_read: Callable[[Ratio], bool]) -> list[list[Ratio]]:
-    """Join ratios within their bound that no other page reads, if only numbers in their titles differ."""
+    """Join ratios within their bound that no other page reads, if only numbers in their titles
+    differ."""
     groups: dict[object, list[Ratio]] = {}
     for number, one in enumerate(found):
         is_alone = is_read(one) or one.bound is None or one.ratio > one.bound
@@ -164,7 +186,8 @@ def _ratio(one: Ratio) -> float:
 
 
 def _note(one: Ratio, reasons: Mapping[tuple[str, str], str], notes: list[str]) -> str:
-    """Return the number of the note that says why a ratio is above its bound, and add it to the notes if it is new."""
+    """Return the number of the note that says why a ratio is above its bound, and add it to the
+    notes if it is new."""
     reason = reasons.get((one.ours, one.peer))
     if reason is None or one.ratio <= (1.0 if one.bound is None else one.bound):
         return ""
@@ -174,7 +197,8 @@ def _note(one: Ratio, reasons: Mapping[tuple[str, str], str], notes: list[str]) 
 
 
 def written(page: str, sections: dict[str, str], order: Sequence[str]) -> str:
-    """Return the page with new sections; other sections are kept, and those of deleted benchmarks are removed.
+    """Return the page with new sections; other sections are kept, and those of deleted benchmarks
+    are removed.
 
     Raises:
         ValueError: The page lacks its two markers.
@@ -206,10 +230,12 @@ def _within(some: str, versions: str) -> bool:
 
 
 def _heading(about: str) -> tuple[str, str]:
-    """Split a description into a heading, which is its first clause, and the rest, which is a sentence or empty."""
+    """Split a description into a heading, which is its first clause, and the rest, which is a
+    sentence or empty."""
     first, *rest = re.split(r"(?:[.:;]|,(?! and)) |\.$", about, maxsplit=1)
     description = "".join(rest)
-    if not description.startswith("jstep"):  # the name is lowercase, also at the start of a sentence
+    if not description.startswith("jstep"):
+        # The name is lowercase, also at the start of a sentence.
         description = description[:1].upper() + description[1:]
     return first.replace("`", ""), description
 
@@ -228,11 +254,15 @@ def machine() -> str:
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        name = next(
+            line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+        )
     except (OSError, StopIteration):
         pass
     load = f", load {os.getloadavg()[0]:.1f} before it" if hasattr(os, "getloadavg") else ""
-    return f"{name}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores{load}"
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+    return f"{name}, {cores} cores{load}"
 
 
 def versions() -> str:
@@ -251,40 +281,69 @@ def run(name: str, quick: bool, limit: float) -> tuple[str, str | None]:
 
     An exit code of 1 without a traceback means that a bound does not hold, which the table shows.
     """
-    command = [sys.executable, str(HERE / f"bench_{name}.py"), *(QUICK_ARGUMENTS.get(name, []) if quick else [])]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **({"JSTEP_QUICK_BENCHMARKS": "1"} if quick else {})}
+    command = [
+        sys.executable,
+        str(HERE / f"bench_{name}.py"),
+        *(QUICK_ARGUMENTS.get(name, []) if quick else []),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        **({"JSTEP_QUICK_BENCHMARKS": "1"} if quick else {}),
+    }
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=limit, check=False
+        )
     except subprocess.TimeoutExpired as late:
         output = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
         return output, f"it took longer than {limit:g} s"
-    if done.returncode and ("Traceback" in done.stderr or done.returncode != 1 or not ratios_in(done.stdout)):
+    if done.returncode and (
+        "Traceback" in done.stderr or done.returncode != 1 or not ratios_in(done.stdout)
+    ):
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
         return done.stdout, last[:300]
     return done.stdout, None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the selected benchmarks, and write the page after each; return 1 if one of them did not finish."""
+    """Run the selected benchmarks, and write the page after each; return 1 if one of them did not
+    finish."""
     names = sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--only", action="append", choices=names, metavar="NAME", help=f"repeatable: {', '.join(names)}"
+        "--only",
+        action="append",
+        choices=names,
+        metavar="NAME",
+        help=f"repeatable: {', '.join(names)}",
     )
     parser.add_argument("--quick", action="store_true", help="few rounds, which the page mentions")
-    parser.add_argument("--limit", type=float, default=3600, help="seconds for a benchmark (default: 3600)")
-    parser.add_argument("--page", type=Path, default=PAGE, help="the page to write (default: docs/benchmarks.md)")
+    parser.add_argument(
+        "--limit", type=float, default=3600, help="seconds for a benchmark (default: 3600)"
+    )
+    parser.add_argument(
+        "--page", type=Path, default=PAGE, help="the page to write (default: docs/benchmarks.md)"
+    )
     given = parser.parse_args(argv)
     failures = 0
     shown = [name for name in names if name not in NOT_SHOWN]
     for name in given.only or shown:
         if not given.only and name in ENVIRONMENTS and not ENVIRONMENTS[name].exists():
-            print(f"{name}: skipped, {ENVIRONMENTS[name]} does not exist; its section is kept", flush=True)
+            print(
+                f"{name}: skipped, {ENVIRONMENTS[name]} does not exist; its section is kept",
+                flush=True,
+            )
             continue
         print(f"{name} …", flush=True)
         where = f"{datetime.date.today().isoformat()}, {machine()}. {versions()}."
         if given.quick:
-            where += " A quick run, with few rounds: it shows that the benchmark runs, and its figures say little."
+            where += (
+                " A quick run, with few rounds: it shows that the benchmark runs, "
+                "and its figures say little."
+            )
         output, failure = run(name, given.quick, given.limit)
         print(output if failure is None else f"{output}\n{name}: {failure}", flush=True)
         failures += failure is not None
@@ -293,7 +352,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         source = (HERE / f"bench_{name}.py").read_text(encoding="utf-8")
         is_read = functools.partial(overview.is_read, name)
         text = section(source, output, failure, where, REASONS.get(name), is_read)
-        given.page.write_text(written(given.page.read_text(encoding="utf-8"), {name: text}, shown), encoding="utf-8")
+        given.page.write_text(
+            written(given.page.read_text(encoding="utf-8"), {name: text}, shown), encoding="utf-8"
+        )
     if given.page == PAGE:
         overview.write()
     return int(failures > 0)

@@ -1,7 +1,9 @@
-"""Count the calls of jstep's functions in a run: in a start, a restart, a step and an end, with and without observers.
+"""Count the calls of jstep's functions in a run: in a start, a restart, a step and an end, with and
+without observers.
 
-`python dev/calls.py` prints a table. Calls are those of the main thread, with those of generators and comprehensions;
-code lines are those of the functions that are called, without docstrings, comments and blank lines.
+`python dev/calls.py` prints a table. Calls are those of the main thread, with those of generators
+and comprehensions; code lines are those of the functions that are called, without docstrings,
+comments and blank lines.
 """
 
 import collections
@@ -27,7 +29,9 @@ class Counter:
 
     def __init__(self) -> None:
         self.phase = ""
-        self.calls: dict[str, collections.Counter[CodeType]] = collections.defaultdict(collections.Counter)
+        self.calls: dict[str, collections.Counter[CodeType]] = collections.defaultdict(
+            collections.Counter
+        )
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(ROOT):
@@ -55,7 +59,9 @@ def counted_run(counter: Counter, directory: str, last_step: int) -> None:
     counter.phase = "start"
     sys.setprofile(counter)
     try:
-        jstep.train(train_step, state, batches, last_step, checkpoint_dir=directory, hooks=[Marks(counter)])
+        jstep.train(
+            train_step, state, batches, last_step, checkpoint_dir=directory, hooks=[Marks(counter)]
+        )
     finally:
         sys.setprofile(None)
 
@@ -69,7 +75,8 @@ def code_lines(codes: set[CodeType]) -> int:
 
 
 def rows(attached: Callable[[], tuple[type[Any], ...]]) -> list[tuple[str, int, int, int]]:
-    """Return the calls, functions and code lines of each phase of a new and of a restored run with these observers."""
+    """Return the calls, functions and code lines of each phase of a new and of a restored run with
+    these observers."""
     vars(running)["attached_observers"] = attached
     found: list[tuple[str, int, int, int]] = []
     with tempfile.TemporaryDirectory() as directory:

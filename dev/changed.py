@@ -1,8 +1,8 @@
-"""The tests of what changed since a commit: `python dev/changed.py [commit]` lists them for `dev/changed.sh`.
+"""The tests of what changed since a commit, for dev/changed.sh: `dev/changed.py [commit]`.
 
-A changed file of a package leads to the tests of that package and of those that its changes reach; a changed test to
-itself; a changed module of tests to the files that import it; data beside tests to their folder; a page to the tests of
-the pages.
+A changed file of a package leads to the tests of that package and of those that its changes reach;
+a changed test to itself; a changed module of tests to the files that import it; data beside tests
+to their folder; a page to the tests of the pages.
 """
 
 import functools
@@ -43,16 +43,24 @@ PAGES = {"docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml"}
 
 def git(*arguments: str) -> list[str]:
     """Return the lines that a git command prints; exit with its message if it fails."""
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"git {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout.splitlines()
 
 
 def changed_files(commit: str) -> list[str]:
-    """Return the files that differ from the point at which the current branch left a commit, new files included."""
+    """Return the files that differ from the point at which the current branch left a commit, new
+    files included."""
     (base,) = git("merge-base", commit, "HEAD")
-    return sorted({*git("diff", "--name-only", "--no-renames", base), *git("ls-files", "-o", "--exclude-standard")})
+    return sorted(
+        {
+            *git("diff", "--name-only", "--no-renames", base),
+            *git("ls-files", "-o", "--exclude-standard"),
+        }
+    )
 
 
 @functools.cache
@@ -64,7 +72,8 @@ def imported_modules() -> dict[pathlib.Path, set[str]]:
 
 
 def importers(module: str) -> set[str]:
-    """Return the test files that import a module of tests, directly or through other modules of tests."""
+    """Return the test files that import a module of tests, directly or through other modules of
+    tests."""
     modules, found = [module], set()
     for name in modules:
         for path, names in imported_modules().items():
@@ -86,7 +95,9 @@ def tests_of(file: str) -> set[str]:
         name = parts[-1]
         if name == "conftest.py":
             return {"/".join(parts[:-1])}
-        package = parts[1] if len(parts) > 2 and parts[1].startswith("optimizer_") else pathlib.PurePath(name).stem
+        package = pathlib.PurePath(name).stem
+        if len(parts) > 2 and parts[1].startswith("optimizer_"):
+            package = parts[1]
         return {file} if name.startswith("test_") else importers(package)
     if parts[0] == "tests" and len(parts) > 2:
         also = {"tests/bad_input"} if parts[-1] == "refused_calls.txt" else set()
@@ -95,13 +106,18 @@ def tests_of(file: str) -> set[str]:
         return {f"{parts[0]}/tests"}
     if parts[0] == "examples":
         return {"tests/examples"}
-    return {"tests/docs"} if parts[0] in PAGES else {"dev/tests/test_scripts.py", "tests/test_public_names.py"}
+    if parts[0] in PAGES:
+        return {"tests/docs"}
+    return {"dev/tests/test_scripts.py", "tests/test_public_names.py"}
 
 
 def tests_of_all(files: Iterable[str]) -> list[str]:
-    """Return the existing files and folders of tests of several changed files, without those inside of others."""
+    """Return the existing files and folders of tests of several changed files, without those inside
+    of others."""
     wanted = {path for file in files for path in tests_of(file) if (ROOT / path).exists()}
-    return sorted(path for path in wanted if not wanted & {str(p) for p in pathlib.PurePath(path).parents})
+    return sorted(
+        path for path in wanted if not wanted & {str(p) for p in pathlib.PurePath(path).parents}
+    )
 
 
 if __name__ == "__main__":

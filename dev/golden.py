@@ -1,8 +1,9 @@
-"""Writes the golden runs of a release to `tests/golden/VERSION`: `.venv/bin/python dev/golden.py`, once a release.
+"""Writes the golden runs of a release to `tests/golden/VERSION`: `.venv/bin/python dev/golden.py`,
+once a release.
 
-The programs, `tests/golden_runs.py`, run in a directory, on a host and at a time that say nothing of this machine.
-`tests/test_golden.py` restores and continues the runs of each release. A directory that exists is never written again:
-what a release wrote is what later ones have to read.
+The programs, `tests/golden_runs.py`, run in a directory, on a host and at a time that say nothing
+of this machine. `tests/test_golden.py` restores and continues the runs of each release. A directory
+that exists is never written again: what a release wrote is what later ones have to read.
 """
 
 import json
@@ -54,7 +55,8 @@ def environment(secs: int, devices: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "PYTHONDONTWRITEBYTECODE": "1",
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0 "
+        f"--xla_force_host_platform_device_count={devices}",
         "GOLDEN_SECS": str(secs),
     }
 
@@ -63,7 +65,9 @@ def start(code: str, *words: object, secs: int, devices: int = 1) -> subprocess.
     program = PLACE / "train.py"
     program.write_text(NEUTRAL + code)
     return subprocess.Popen(
-        [sys.executable, str(program), "train.py", *map(str, words)], cwd=PLACE, env=environment(secs, devices)
+        [sys.executable, str(program), "train.py", *map(str, words)],
+        cwd=PLACE,
+        env=environment(secs, devices),
     )
 
 
@@ -79,7 +83,8 @@ def write_runs() -> None:
     for secs, last_step in ((0, 4), (3600, 6)):
         for name in names:
             program = "golden_runs.main(*sys.argv[1:])"
-            wait(start(program, name, PLACE / name, last_step, secs=secs, devices=4 if name == "lanes" else 1))
+            devices = 4 if name == "lanes" else 1
+            wait(start(program, name, PLACE / name, last_step, secs=secs, devices=devices))
         for name in ("processes", "odd_processes"):
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
@@ -89,7 +94,11 @@ def write_runs() -> None:
     for path in PLACE.glob("*/stalls/*.json"):
         # The stacks of the threads name files of this machine.
         text = path.read_text()
-        for prefix, name in ((str(ROOT), "/jstep"), (sys.prefix, "/python"), (sys.base_prefix, "/python")):
+        for prefix, name in (
+            (str(ROOT), "/jstep"),
+            (sys.prefix, "/python"),
+            (sys.base_prefix, "/python"),
+        ):
             text = text.replace(prefix, name)
         path.write_text(text)
     wait(start("golden_runs.main(*sys.argv[1:])", "branch", PLACE / "branch", 8, secs=7200))
@@ -123,7 +132,8 @@ def main() -> None:
     try:
         write_runs()
         wait(start(HASHES, secs=0))
-        for run in sorted(path for path in PLACE.iterdir() if path.is_dir() and path.name != "home"):
+        runs = [path for path in PLACE.iterdir() if path.is_dir() and path.name != "home"]
+        for run in sorted(runs):
             size = sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
             print(f"{run.name}: {size} bytes")
             if size > MAX_BYTES:

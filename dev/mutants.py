@@ -1,14 +1,15 @@
-"""Mutation testing: change statements of jstep one at a time, and show the changes that no test notices.
+"""Mutation testing: change single statements of jstep, and show the changes no test notices.
 
-    .venv/bin/python dev/mutants.py 50                                 # of the whole package
-    .venv/bin/python dev/mutants.py 50 --seed 7 --night jstep/loop     # of one room; survivors also by night
+    .venv/bin/python dev/mutants.py 50                              # of the whole package
+    .venv/bin/python dev/mutants.py 50 --seed 7 --night jstep/loop  # of one room, also by night
 
-Each change is made in a copy of the tree: the tree itself is only read. Which tests reach a statement is known from a
-map of coverage, for which the quick tests of each folder run once; it is kept in `.pytest_cache/mutants`, and made
-again if that is removed. Processes that tests start are not traced there, so the tests that start some run for each
-change of their room. A change is noticed by day if a quick test fails, or by night if a thorough one of the same files
-does. Whoever reads the survivors decides what each is: a hole in the tests, a line that is not needed, or a change that
-no user could meet.
+Each change is made in a copy of the tree: the tree itself is only read. Which tests reach a
+statement is known from a map of coverage, for which the quick tests of each folder run once; it is
+kept in `.pytest_cache/mutants`, and made again if that is removed. Processes that tests start are
+not traced there, so the tests that start some run for each change of their room. A change is
+noticed by day if a quick test fails, or by night if a thorough one of the same files does. Whoever
+reads the survivors decides what each is: a hole in the tests, a line that is not needed, or a
+change that no user could meet.
 """
 
 import argparse
@@ -71,7 +72,8 @@ _OTHER: dict[type[ast.AST], type[ast.AST]] = {
 
 
 class Mutant(NamedTuple):
-    """A change of one expression or statement: the source between two offsets in bytes becomes `text`."""
+    """A change of one expression or statement: the source between two offsets in bytes becomes
+    `text`."""
 
     kind: str
     line: int
@@ -86,22 +88,35 @@ class Mutant(NamedTuple):
 
 
 def statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yield the statements that can be changed: neither definitions nor imports, docstrings, and messages of errors."""
-    skipped = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Raise | ast.Pass
+    """Yield the statements that can be changed: neither definitions nor imports, docstrings, and
+    messages of errors."""
+    skipped = (
+        ast.FunctionDef
+        | ast.AsyncFunctionDef
+        | ast.ClassDef
+        | ast.Import
+        | ast.ImportFrom
+        | ast.Raise
+        | ast.Pass
+    )
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and not isinstance(node, skipped):
             is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            if not is_docstring and not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
+            if not is_docstring and not (
+                isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+            ):
                 yield node
 
 
 def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
-    """Yield the expressions of a statement itself: not those of its block, of annotations or of f-strings."""
+    """Yield the expressions of a statement itself: not those of its block, of annotations or of
+    f-strings."""
     waiting: list[ast.AST] = [statement]
     while waiting:
         for name, value in ast.iter_fields(waiting.pop()):
             for node in value if isinstance(value, list) else [value]:
-                if name == "annotation" or isinstance(node, ast.stmt | ast.JoinedStr | ast.ExceptHandler):
+                is_other = isinstance(node, ast.stmt | ast.JoinedStr | ast.ExceptHandler)
+                if name == "annotation" or is_other:
                     continue
                 if isinstance(node, ast.expr):
                     yield node
@@ -126,7 +141,10 @@ def _changed(node: Any) -> Iterator[tuple[str, ast.expr | str]]:
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
         yield "operator", node.operand
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
-        yield "value", ast.Constant(not node.value if isinstance(node.value, bool) else node.value + 1)
+        yield (
+            "value",
+            ast.Constant(not node.value if isinstance(node.value, bool) else node.value + 1),
+        )
     elif isinstance(node, ast.Call):
         for i in range(len(node.keywords)):
             yield "argument", having(keywords=[*node.keywords[:i], *node.keywords[i + 1 :]])
@@ -135,7 +153,10 @@ def _changed(node: Any) -> Iterator[tuple[str, ast.expr | str]]:
             yield "neighbor", having(args=[node.args[1], node.args[0], *node.args[2:]])
     elif isinstance(node, ast.IfExp):
         yield "condition", having(body=node.orelse, orelse=node.body)
-    elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) and node.generators[0].ifs:
+    elif (
+        isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp)
+        and node.generators[0].ifs
+    ):
         first, *others = node.generators
         negated = [ast.UnaryOp(ast.Not(), first.ifs[0]), *first.ifs[1:]]
         generators = [ast.comprehension(first.target, first.iter, negated, first.is_async), *others]
@@ -149,7 +170,10 @@ def mutants(source: str) -> dict[ast.stmt, list[Mutant]]:
         begins.append(begins[-1] + len(line))
 
     def mutant(kind: str, node: Any, text: str) -> Mutant:
-        begin, end = begins[node.lineno - 1] + node.col_offset, begins[node.end_lineno - 1] + node.end_col_offset
+        begin, end = (
+            begins[node.lineno - 1] + node.col_offset,
+            begins[node.end_lineno - 1] + node.end_col_offset,
+        )
         return Mutant(kind, statement.lineno, begin, end, text)
 
     tree = ast.parse(source)
@@ -163,7 +187,8 @@ def mutants(source: str) -> dict[ast.stmt, list[Mutant]]:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             ways.append(mutant("call", statement, "pass"))
         simple = isinstance(statement, ast.Assign | ast.AugAssign | ast.Expr | ast.Return)
-        if id(statement) in inside and simple and getattr(statement, "value", None) is not None:  # not a bare return
+        if id(statement) in inside and simple and getattr(statement, "value", None) is not None:
+            # It is not a bare `return`.
             ways.append(mutant("return", statement, "return None"))
         for node in _expressions(statement):
             ways += [mutant(kind, node, f"({ast.unparse(new)})") for kind, new in _changed(node)]
@@ -197,7 +222,8 @@ def _differs(one: Mutant, source: str) -> bool:
 
 
 class Recorder:
-    """A plugin of pytest that records the lines of the package that each test reaches, its time, and its outcome."""
+    """A plugin of pytest that records the lines of the package that each test reaches, its time,
+    and its outcome."""
 
     def __init__(self, folder: pathlib.Path, paths: list[str]) -> None:
         import coverage
@@ -205,7 +231,11 @@ class Recorder:
         self.paths = paths
         self.path = folder / f"tests.{os.getpid()}.json"
         self.coverage = coverage.Coverage(
-            str(folder / "lines"), data_suffix=True, source_pkgs=[PACKAGE], config_file=False, messages=False
+            str(folder / "lines"),
+            data_suffix=True,
+            source_pkgs=[PACKAGE],
+            config_file=False,
+            messages=False,
         )
         self.seconds: dict[str, float] = {}
         self.coverage.start()
@@ -225,7 +255,11 @@ class Recorder:
         if exitstatus > 1:  # interrupted, or a usage error
             return
         self.coverage.save()
-        found = {"paths": self.paths, "seconds": self.seconds, "flags": os.environ.get("XLA_FLAGS", "")}
+        found = {
+            "paths": self.paths,
+            "seconds": self.seconds,
+            "flags": os.environ.get("XLA_FLAGS", ""),
+        }
         self.path.write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -251,13 +285,16 @@ class CoverageMap:
         if not self._before.exists():
             copied(root, self._before)
         self.seconds: dict[str, float] = {}
-        known = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("tests.*.json")]
+        known = [
+            json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("tests.*.json")
+        ]
         if missing := sorted(paths - {path for one in known for path in one["paths"]}):
             self._run(folder, [path for path in missing if (self._before / path).exists()])
         for path in sorted(folder.glob("tests.*.json")):
             found = json.loads(path.read_text(encoding="utf-8"))
             self.seconds |= found["seconds"]
-            os.environ.setdefault("XLA_FLAGS", found["flags"])  # conftest.py would try them in another process
+            # `conftest.py` would try them in another process.
+            os.environ.setdefault("XLA_FLAGS", found["flags"])
         lines = coverage.Coverage(str(folder / "combined"), config_file=False, messages=False)
         lines.combine([str(path) for path in folder.glob("lines.*")], keep=True)
         lines.save()
@@ -266,12 +303,16 @@ class CoverageMap:
     def _run(self, folder: pathlib.Path, paths: list[str]) -> None:
         """Run quick tests, and record what they reach."""
         command = [sys.executable, "-m", "pytest", "-p", "mutants", "-p", "no:xdist", *paths]
-        known = {"MUTANTS_MAP": str(folder), "COVERAGE_CORE": "ctrace"}  # the others do not know which test runs
-        known["PYTHONPATH"] = os.pathsep.join([str(pathlib.Path(__file__).parent), str(self._before)])
+        # The others do not know which test runs.
+        known = {"MUTANTS_MAP": str(folder), "COVERAGE_CORE": "ctrace"}
+        known["PYTHONPATH"] = os.pathsep.join(
+            [str(pathlib.Path(__file__).parent), str(self._before)]
+        )
         subprocess.run(command, cwd=self._before, env=os.environ | known, check=False)
 
     def tests(self, path: str, line: int) -> list[str]:
-        """Return the tests that reach a line, those of its room first, and then those that take the least time.
+        """Return the tests that reach a line, those of its room first, and then those that take the
+        least time.
 
         For a line that runs when the module is imported, these are the tests of the file.
         """
@@ -287,17 +328,26 @@ class CoverageMap:
         return sorted(known, key=lambda test: (not test.startswith(room), self.seconds[test]))
 
     def _line_before(self, path: str, line: int) -> int:
-        """Return the number of a line when the map was made; for a new line, that of the one before it."""
+        """Return the number of a line when the map was made; for a new line, that of the one before
+        it."""
         trees = [tree / path for tree in (self._before, self._root)]
-        before, now = (file.read_text(encoding="utf-8").splitlines() if file.exists() else [] for file in trees)
+        before, now = (
+            file.read_text(encoding="utf-8").splitlines() if file.exists() else [] for file in trees
+        )
         blocks = difflib.SequenceMatcher(None, before, now, autojunk=False).get_matching_blocks()
-        block = max((block for block in blocks if block.b < line), key=lambda block: block.b, default=None)
+        block = max(
+            (block for block in blocks if block.b < line), key=lambda block: block.b, default=None
+        )
         return line if block is None else min(block.a + line - block.b, block.a + block.size)
 
 
 @functools.cache
 def _starts_processes(path: pathlib.Path) -> bool:
-    return bool(re.search(r"\b(subprocess|forked|killed|processes|children)\b", path.read_text(encoding="utf-8")))
+    return bool(
+        re.search(
+            r"\b(subprocess|forked|killed|processes|children)\b", path.read_text(encoding="utf-8")
+        )
+    )
 
 
 # Runs of pytest, in a copy of the tree.
@@ -305,7 +355,9 @@ def _starts_processes(path: pathlib.Path) -> bool:
 
 def copied(root: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
     """Copy the tree, without what is built."""
-    ignored = shutil.ignore_patterns(".venv*", ".git", ".*_cache", "__pycache__", "site", "build", "dist", "runs")
+    ignored = shutil.ignore_patterns(
+        ".venv*", ".git", ".*_cache", "__pycache__", "site", "build", "dist", "runs"
+    )
     shutil.copytree(root, target, ignore=ignored, symlinks=True)
     return target
 
@@ -321,7 +373,8 @@ def run_pytest(tree: str, arguments: list[str], log: str) -> None:
     sys.path[:] = [tree, *(one for one in sys.path if one != str(pathlib.Path(__file__).parent))]
     import pytest
 
-    code = pytest.main([*arguments, "-x", "-p", "no:xdist", "-o", f"cache_dir={pathlib.Path(log).parent / 'cache'}"])
+    cache = f"cache_dir={pathlib.Path(log).parent / 'cache'}"
+    code = pytest.main([*arguments, "-x", "-p", "no:xdist", "-o", cache])
     sys.stdout.flush()
     os._exit(code)
 
@@ -349,7 +402,8 @@ def noticed(context: Any, tree: pathlib.Path, arguments: list[str], limit: float
         return str(failed[0])
     if "conftest" in text or process.exitcode < 0:  # it breaks an import, or ends the process
         return (text.strip().splitlines() or [f"exit code {process.exitcode}"])[-1]
-    missing = re.findall(r"^ERROR: not found: (.+)$", text, re.MULTILINE)  # doctests that a change has taken away
+    # Doctests that a change has taken away.
+    missing = re.findall(r"^ERROR: not found: (.+)$", text, re.MULTILINE)
     left = [one for one in arguments if not any(other.endswith(one) for other in missing)]
     if missing and len(left) < len(arguments):
         return noticed(context, tree, left, limit) if left else None
@@ -363,26 +417,37 @@ class Draw:
         tree: The copy of the tree in which they are made.
         known: The map.
         night: Whether survivors are also tested by the thorough tests of the same files.
-        seconds: The time of the tests for one change, as the map knows it; the limit is three times as long.
+        seconds: The time of the tests for one change, as the map knows it; the limit is three times
+            as long.
     """
 
-    def __init__(self, tree: pathlib.Path, known: CoverageMap, *, night: bool, seconds: float) -> None:
+    def __init__(
+        self, tree: pathlib.Path, known: CoverageMap, *, night: bool, seconds: float
+    ) -> None:
         self._tree, self._known, self._night, self._seconds = tree, known, night, seconds
-        self._context = multiprocessing.get_context("forkserver")  # its processes have imported what takes long
+        # Its processes have imported what takes long.
+        self._context = multiprocessing.get_context("forkserver")
         self._limit = 60 + 3 * seconds
 
     def check(self, changes: list[tuple[str, Mutant]]) -> None:
         """Refuse tests that fail without a change: those of the first change that has some."""
-        chosen = self._chosen(next(filter(None, (self._known.tests(path, one.line) for path, one in changes)), []))
+        chosen = self._chosen(
+            next(filter(None, (self._known.tests(path, one.line) for path, one in changes)), [])
+        )
         if chosen and (by := noticed(self._context, self._tree, chosen, self._limit)):
-            sys.exit(f"{by} fails without a change: repair it, or remove .pytest_cache/mutants to make a new map")
+            sys.exit(
+                f"{by} fails without a change: repair it, "
+                "or remove .pytest_cache/mutants to make a new map"
+            )
 
     def _chosen(self, tests: list[str]) -> list[str]:
         """Return those of some tests that are run: the first ones, as time allows."""
         known = tests[:LIMIT]
         spent = itertools.accumulate(self._known.seconds[test] for test in known)
         return [
-            test for i, (test, total) in enumerate(zip(known, spent, strict=True)) if not i or total < self._seconds
+            test
+            for i, (test, total) in enumerate(zip(known, spent, strict=True))
+            if not i or total < self._seconds
         ]
 
     def run(self, path: str, change: Mutant) -> tuple[str, str]:
@@ -398,7 +463,11 @@ class Draw:
             if by := noticed(self._context, self._tree, chosen, self._limit):
                 return DAY, by
             files = list(dict.fromkeys(test.split("::")[0] for test in chosen))
-            if self._night and (by := noticed(self._context, self._tree, ["-m", "thorough", *files], 10 * self._limit)):
+            if self._night and (
+                by := noticed(
+                    self._context, self._tree, ["-m", "thorough", *files], 10 * self._limit
+                )
+            ):
                 return NIGHT, by
         finally:
             file.write_text(source, encoding="utf-8")
@@ -414,18 +483,30 @@ def diff(path: str, source: str, change: Mutant) -> str:
 def modules(root: pathlib.Path, paths: list[str]) -> dict[str, str]:
     """Return the sources of the modules below some paths."""
     given = [root / path for path in paths or [PACKAGE]]
-    files = [file for path in given for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
+    files = [
+        file
+        for path in given
+        for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))
+    ]
     return {file.relative_to(root).as_posix(): file.read_text(encoding="utf-8") for file in files}
 
 
-def main(arguments: list[str], root: pathlib.Path = ROOT, preloaded: Sequence[str] = PRELOADED) -> int:
+def main(
+    arguments: list[str], root: pathlib.Path = ROOT, preloaded: Sequence[str] = PRELOADED
+) -> int:
     """Draw changes, test them, and print the survivors; 1 if there are any."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("count", type=int, help="number of changes")
     parser.add_argument("paths", nargs="*", help="files and folders of the package; all by default")
     parser.add_argument("--seed", type=int, default=0, help="which changes are drawn")
-    parser.add_argument("--night", action="store_true", help="test survivors by the thorough tests, too")
-    parser.add_argument("--seconds", type=float, default=60, help="time of the tests for one change")
+    parser.add_argument(
+        "--night", action="store_true", help="test survivors by the thorough tests, too"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="time of the tests for one change"
+    )
     options = parser.parse_intermixed_args(arguments)
     sources = modules(root, options.paths)
     changes = list(drawn(sources, options.count, options.seed))

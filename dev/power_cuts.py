@@ -1,4 +1,5 @@
-"""Count the states of a disk after a power cut, and the faults of calls, that were tried, and their outcomes: a table.
+"""Count the states of a disk after a power cut, and the faults of calls, that were tried, and their
+outcomes: a table.
 
 PYTHONPATH=. python dev/power_cuts.py [most states] [program ...]
 """
@@ -20,7 +21,8 @@ from disk_states import MODELS, PREFIX, History, distinct, sampled, tree_of  # n
 
 
 def rows_of_states(name: str, most: int) -> None:
-    """Record a program, and print the number of states of each model, of those tried, and of each verdict."""
+    """Record a program, and print the number of states of each model, of those tried, and of each
+    verdict."""
     with tempfile.TemporaryDirectory() as above:
         above = os.path.realpath(above)
         os.mkdir(f"{above}/disk")
@@ -35,7 +37,10 @@ def rows_of_states(name: str, most: int) -> None:
         print(f"| {name} | {model} | {len(states)} | {sum(found.values())} | {found} |", flush=True)
         if is_run:
             found = counts(judged(sampled(states, 40, seed=1), restart_judge))
-            print(f"| {name}, started again | {model} | | {sum(found.values())} | {found} |", flush=True)
+            print(
+                f"| {name}, started again | {model} | | {sum(found.values())} | {found} |",
+                flush=True,
+            )
 
 
 def row_of_faults(name: str, errors: tuple[int, ...], stride: int) -> None:
@@ -46,10 +51,14 @@ def row_of_faults(name: str, errors: tuple[int, ...], stride: int) -> None:
         out = file_calls.python(program, name, json.dumps([int(number)]), stride, timeout=1200)
         faults += Fault.parsed(out.splitlines())
     outcomes = collections.Counter(
-        fault.outcome if fault.outcome == RAISED else f"{fault.outcome} {fault.call.split()[0]}" for fault in faults
+        fault.outcome if fault.outcome == RAISED else f"{fault.outcome} {fault.call.split()[0]}"
+        for fault in faults
     )
     bad = [fault for fault in faults if fault.defects]
-    print(f"| faults, {name} | | | {len(faults)} | {dict(outcomes)}, with defects: {len(bad)} |", flush=True)
+    print(
+        f"| faults, {name} | | | {len(faults)} | {dict(outcomes)}, with defects: {len(bad)} |",
+        flush=True,
+    )
     for text in sorted({str(fault)[:300] for fault in bad})[:20]:
         print("   ", text, flush=True)
 

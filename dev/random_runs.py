@@ -3,16 +3,18 @@
     python dev/random_runs.py 400             # seeds 0 to 399
     python dev/random_runs.py 20 --first 1000 --processes 2
 
-A program is a loop (`train`, `Run`, `every`, a body that makes its batches, a generator around the loop, a loop in the
-body of another one), with hooks that have memories and change the state, evaluations with callbacks, logs and savers.
-It ends at `last_step`, with its batches, or by a hook; its body may catch errors. A fault is an error, an exit, an
-interrupt, a signal, SIGKILL or a full disk, in a method of a hook, a callback, an evaluation, a `write`, the body or a
-batch. Each start has one; after the last fault the program runs to its end. Then it is started twice more, which must
+A program is a loop (`train`, `Run`, `every`, a body that makes its batches, a generator around the
+loop, a loop in the body of another one), with hooks that have memories and change the state,
+evaluations with callbacks, logs and savers. It ends at `last_step`, with its batches, or by a hook;
+its body may catch errors. A fault is an error, an exit, an interrupt, a signal, SIGKILL or a full
+disk, in a method of a hook, a callback, an evaluation, a `write`, the body or a batch. Each start
+has one; after the last fault the program runs to its end. Then it is started twice more, which must
 do nothing, and once with more steps to take.
 
-Compared are the bits of the state, the memories, the best checkpoints, the rows of History and of MetricsHook, and the
-newest point of each step in event files; of each start, the checkpoint that its note names, and how its record says
-that it ended. The starts of a program with a SIGKILL are processes of their own, which takes longer.
+Compared are the bits of the state, the memories, the best checkpoints, the rows of History and of
+MetricsHook, and the newest point of each step in event files; of each start, the checkpoint that
+its note names, and how its record says that it ended. The starts of a program with a SIGKILL are
+processes of their own, which takes longer.
 """
 
 import argparse
@@ -45,9 +47,12 @@ import jstep
 from jstep.record.starts import read_starts, valid
 
 PLACES = (
-    *("begin", "before_step", "after_step", "end", "get_state", "set_state", "before_save", "saved", "closed"),
+    *(
+        "begin", "before_step", "after_step", "end", "get_state", "set_state", "before_save",
+        "saved", "closed",
+    ),
     *("change", "callback", "evaluate", "write", "body", "batch", "fsync", "inner"),
-)
+)  # fmt: skip
 ERRORS = {"OSError": OSError, "SystemExit": SystemExit, "KeyboardInterrupt": KeyboardInterrupt,
           "CancelledError": asyncio.CancelledError, "GeneratorExit": GeneratorExit,
           "StopIteration": StopIteration}  # fmt: skip
@@ -55,7 +60,8 @@ SIGNALS = "SIGTERM", "SIGINT", "SIGUSR1", "SIGKILL", "SIGINT twice"
 MORE_STEPS = 3
 """The steps that a program takes beyond its end, when it is continued."""
 START_SECS = 300.0
-"""After this time a start in a process of its own is ended, and reported: it hangs, or the machine is too busy."""
+"""After this time a start in a process of its own is ended, and reported: it hangs, or the machine
+is too busy."""
 
 
 class Fault(NamedTuple):
@@ -90,7 +96,9 @@ def draw(seed: int, processes: int) -> tuple[Program, list[Fault]]:
     endings = ["last_step", "last_step", "hook"]
     if mode != "loop":
         endings.append("batches")
-    hooks = ["memory", "change", "history", "metrics", "evaluation", "second evaluation", "plain end"]
+    hooks = [
+        "memory", "change", "history", "metrics", "evaluation", "second evaluation", "plain end",
+    ]  # fmt: skip
     chosen = rng.sample(hooks, rng.randint(2, len(hooks)))
     program = Program(
         mode=mode,
@@ -186,7 +194,8 @@ class Memory(jstep.Hook):
         Come.at("before_save")
 
     def saved(self, step: int, path: str) -> None:
-        if Come.fault is None or Come.fault.kind in ERRORS:  # it is called in a thread, where no signal is raised
+        if Come.fault is None or Come.fault.kind in ERRORS:
+            # It is called in a thread, where no signal is raised.
             Come.at("saved")
 
     def closed(self) -> None:
@@ -327,7 +336,8 @@ def on_all_processes(state: Any) -> Any:
 
 
 def inner_result(directory: str, step: int) -> float:
-    """Train a few steps in the body of a step, in a directory of its own; return a number that depends on all of it."""
+    """Train a few steps in the body of a step, in a directory of its own; return a number that
+    depends on all of it."""
     optimizer, step_fn, _ = compiled()
     seen: list[int] = []
 
@@ -351,8 +361,9 @@ def inner_result(directory: str, step: int) -> float:
 
     state = on_all_processes(jstep.TrainState.create({"w": jnp.full(3, 1.0 / step)}, optimizer))
     state = jstep.train(
-        step_fn, state, lambda step: np.full(3, step, np.float32), 3, hooks=[Inner()], log_steps=None, progress=False,
-        checkpoint_dir=os.path.join(directory, "inner", str(step)), save_checkpoint_steps=1,
+        step_fn, state, lambda step: np.full(3, step, np.float32), 3, hooks=[Inner()],
+        log_steps=None, progress=False, checkpoint_dir=os.path.join(directory, "inner", str(step)),
+        save_checkpoint_steps=1,
     )  # fmt: skip
     return float(state.params["w"].addressable_data(0)[0]) + len(seen)
 
@@ -362,7 +373,9 @@ def compiled() -> tuple[Any, Any, Any]:
     """Return what is compiled once for all programs of a process."""
     optimizer = jstep.momentum(0.1, 0.9)
     step_fn = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
-    evaluate = jstep.evaluator(lambda params, x: {"value": (jnp.sin(7 * jnp.sum(params["w"])) * x, 1.0)}, Validation())
+    evaluate = jstep.evaluator(
+        lambda params, x: {"value": (jnp.sin(7 * jnp.sum(params["w"])) * x, 1.0)}, Validation()
+    )
     return optimizer, step_fn, evaluate
 
 
@@ -372,7 +385,9 @@ def run_program(program: Program, directory: str) -> dict[str, Any]:
     state = on_all_processes(state)
     memory, change, callback, body = Memory(), Change(), Callback(), Body()
     history = jstep.History(every_n_steps=3, mean=program.has_means)
-    best = jstep.KeepBest(os.path.join(directory, "best"), "value", mode="max", max_to_keep=program.best_to_keep)
+    best = jstep.KeepBest(
+        os.path.join(directory, "best"), "value", mode="max", max_to_keep=program.best_to_keep
+    )
     rows_path = os.path.join(directory, "rows.jsonl")
 
     def write(step: int, values: dict[str, float]) -> None:
@@ -394,10 +409,11 @@ def run_program(program: Program, directory: str) -> dict[str, Any]:
     if program.has_second_saver:
         hooks.append(jstep.CheckpointSaverHook(os.path.join(directory, "other"), save_steps=2))
     options: dict[str, Any] = {
-        "hooks": hooks, "checkpoint_dir": os.path.join(directory, "run"), "save_checkpoint_secs": program.save_secs,
-        "save_checkpoint_steps": program.save_steps, "log_steps": None, "progress": False,
-        "steps_per_call": program.steps_per_call,
-        "logdir": os.path.join(directory, "run") if program.has_logdir else None, "save_summaries_steps": 2,
+        "hooks": hooks, "checkpoint_dir": os.path.join(directory, "run"),
+        "save_checkpoint_secs": program.save_secs, "save_checkpoint_steps": program.save_steps,
+        "log_steps": None, "progress": False, "steps_per_call": program.steps_per_call,
+        "logdir": os.path.join(directory, "run") if program.has_logdir else None,
+        "save_summaries_steps": 2,
     }  # fmt: skip
     last_step = program.last_step if program.ending == "last_step" else program.last_step + 9
     caught = [OSError] if program.catches_errors else []
@@ -412,14 +428,21 @@ def run_program(program: Program, directory: str) -> dict[str, Any]:
     else:
         source = jstep.from_loop(body=body) if program.mode == "loop" else batches
         # An error of the run that the block swallows comes again where the block ends.
-        with jstep.Run(step_fn, state, source, last_step, **options) as run, contextlib.suppress(*caught):
+        with (
+            jstep.Run(step_fn, state, source, last_step, **options) as run,
+            contextlib.suppress(*caught),
+        ):
             for step in run.every(3) if program.mode == "every" else run:
                 run_body(program, run, step, body, directory)
         state = run.state
     return {
-        "w": hashlib.sha256(np.asarray(state.params["w"].addressable_data(0)).tobytes()).hexdigest()[:12],
+        "w": hashlib.sha256(
+            np.asarray(state.params["w"].addressable_data(0)).tobytes()
+        ).hexdigest()[:12],
         "memories": [memory.seen, change.count, callback.seen, body.seen],
-        "history": [[step, {k: round(v, 5) for k, v in row.items()}] for step, row in history._rows.items()],
+        "history": [
+            [step, {k: round(v, 5) for k, v in row.items()}] for step, row in history._rows.items()
+        ],
     }
 
 
@@ -459,7 +482,8 @@ class Lines(logging.Handler):
 
 
 def call_in_fork(result_path: str, fn: Any) -> Any:
-    """Call a function in a fork, as this process must not use a device before it forks again; return its result."""
+    """Call a function in a fork, as this process must not use a device before it forks again;
+    return its result."""
     pid = os.fork()
     if pid == 0:
         with open(result_path, "w") as file:
@@ -470,7 +494,9 @@ def call_in_fork(result_path: str, fn: Any) -> Any:
         return json.load(file)
 
 
-def observe(program: Program, directory: str, fault: Fault | None, process: int = 0) -> dict[str, Any]:
+def observe(
+    program: Program, directory: str, fault: Fault | None, process: int = 0
+) -> dict[str, Any]:
     """Run a program once in this process; return how it ended, and what it said."""
     Come.fault, Come.process, Come.calls = fault, process, {}
     lines = Lines()
@@ -485,7 +511,13 @@ def observe(program: Program, directory: str, fault: Fault | None, process: int 
         found["ended"] = type(error).__name__
         found["notes"] = getattr(error, "__notes__", [])
         found["text"] = f"{type(error).__name__}: {error}"
-        if found["ended"] in ("AssertionError", "AttributeError", "TypeError", "NameError", "KeyError"):
+        if found["ended"] in (
+            "AssertionError",
+            "AttributeError",
+            "TypeError",
+            "NameError",
+            "KeyError",
+        ):
             found["traceback"] = traceback.format_exc()
     finally:
         if program.mode == "generator":
@@ -497,7 +529,9 @@ def observe(program: Program, directory: str, fault: Fault | None, process: int 
     return found
 
 
-def child(program: Program, directory: str, fault: Fault | None, process: int, port: int, result_path: str) -> None:
+def child(
+    program: Program, directory: str, fault: Fault | None, process: int, port: int, result_path: str
+) -> None:
     sys.stderr = open(os.path.join(directory, f"stderr.{process}"), "a")  # noqa: SIM115  until the process ends
     os.dup2(sys.stderr.fileno(), 2)
     jax.config.update("jax_compilation_cache_dir", CACHE)
@@ -514,7 +548,8 @@ def child(program: Program, directory: str, fault: Fault | None, process: int, p
 
 
 def run_start(program: Program, directory: str, fault: Fault | None) -> dict[str, Any]:
-    """Run a program once, in processes of its own; return what process 0 has found, or that it was killed."""
+    """Run a program once, in processes of its own; return what process 0 has found, or that it was
+    killed."""
     result_path = os.path.join(directory, "result")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -534,8 +569,11 @@ def run_start(program: Program, directory: str, fault: Fault | None) -> dict[str
         for pid in tuple(left):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 left.discard(pid)
-                if program.processes > 1 and not os.path.exists(f"{result_path}.{children.index(pid)}"):
-                    deadline = min(deadline, time.monotonic() + 5)  # the others wait for one that was killed
+                if program.processes > 1 and not os.path.exists(
+                    f"{result_path}.{children.index(pid)}"
+                ):
+                    # The others wait for one that was killed.
+                    deadline = min(deadline, time.monotonic() + 5)
         if time.monotonic() > deadline:
             is_late = is_late or left == set(children)
             for pid in left:
@@ -562,7 +600,9 @@ def left_behind(program: Program, directory: str) -> dict[str, Any]:
         prefix = "best" if name == "best" else "model"
         saver = jstep.Saver(path, prefix=prefix)
         steps = saver.all_steps() if os.path.isdir(path) else []
-        found[name] = [[step, saver.extra(step)] for step in steps] if name == "best" else steps[-1:]
+        found[name] = (
+            [[step, saver.extra(step)] for step in steps] if name == "best" else steps[-1:]
+        )
     rows_path = os.path.join(directory, "rows.jsonl")
     if os.path.exists(rows_path):
         with open(rows_path) as file:
@@ -578,7 +618,9 @@ def points(logdir: str) -> dict[str, float]:
     for name in sorted(name for name in os.listdir(logdir) if "tfevents" in name):
         for event in jstep.summary.summary_iterator(os.path.join(logdir, name)):
             for value in event.summary.value:
-                number = value.simple_value or (value.tensor.float_val[0] if value.tensor.float_val else None)
+                number = value.simple_value or (
+                    value.tensor.float_val[0] if value.tensor.float_val else None
+                )
                 if number is not None and "per" not in value.tag and "/sec" not in value.tag:
                     found[f"{value.tag} {event.step}"] = round(number, 5)
     return found
@@ -602,8 +644,17 @@ def restored_step(found: dict[str, Any]) -> str | None:
 
 
 def named_checkpoint(program: Program, found: dict[str, Any]) -> str | None:
-    text = " ".join([*found["notes"], found.get("text", ""), *(x for x in found["lines"] if "ends the run" in x)])
-    matches = re.findall(r"resumes from (model-\d+)|is saved as (model-\d+)|begins (from scratch)", text)
+    text = " ".join(
+        [
+            *found["notes"],
+            found.get("text", ""),
+            *(x for x in found["lines"] if "ends the run" in x),
+        ]
+    )
+    matches = re.findall(
+        r"resumes from (model-\d+)|is saved as (model-\d+)|begins (from scratch)",
+        text,
+    )
     if not matches:
         return None
     # What ends a run within another one has notes of both, the inner one's first.
@@ -615,13 +666,16 @@ ENDINGS = {"finished": {"finished"}, "killed": {"killed"}, "Preempted": {"interr
            "KeyboardInterrupt": {"interrupted", "failed", "finished"}}  # fmt: skip
 
 
-def differences(program: Program, faults: list[Fault], ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+def differences(
+    program: Program, faults: list[Fault], ours: dict[str, Any], theirs: dict[str, Any]
+) -> list[str]:
     """Compare what a program has returned and left behind with the same of an undisturbed one."""
     problems = []
     for name in theirs:
         is_same = ours.get(name) == theirs[name]
         if name == "rows":
-            # A run that a signal ends has a row of its last step, too; one that a tracker refused is lost.
+            # A run that a signal ends has a row of its last step, too; one that a tracker refused
+            # is lost.
             is_refused = any(fault.place == "write" and fault.kind == "OSError" for fault in faults)
             lost = [row for row in theirs[name] if row not in ours.get(name, [])]
             is_same = len(lost) <= is_refused or program.has_means
@@ -675,19 +729,30 @@ def problems_of(seed: int, processes: int, keep: str | None) -> tuple[list[str],
         for ended, status in zip(reversed(endings), reversed(recorded), strict=False):
             allowed = ENDINGS.get(ended, {"failed"})
             if program.mode == "nested" and ended == "Preempted":
-                allowed = {*allowed, "failed"}  # the run in the body obeys the signal, which is an error in the body
+                # The run in the body obeys the signal, which is an error in the body.
+                allowed = {*allowed, "failed"}
             if status not in allowed:
-                problems.append(f"the record says {status} of a start that ended: {ended}; all: {recorded}, {endings}")
+                problems.append(
+                    f"the record says {status} of a start that ended: "
+                    f"{ended}; all: {recorded}, {endings}"
+                )
                 break
         before = files_of(disturbed)
         for _ in range(2):
             idle = start(program, disturbed, None)
-            done = {"before_step", "after_step", "end", "callback", "write", "body", "change", "inner"}
+            done = {
+                "before_step", "after_step", "end", "callback", "write", "body", "change", "inner",
+            }  # fmt: skip
             calls = {place: n for place, n in idle.get("calls", {}).items() if place in done}
             if idle["ended"] != "finished" or calls or idle["memories"] != found.get("memories"):
-                problems.append(f"a start with nothing to do: {calls} {idle['ended']} {idle.get('memories')}")
+                problems.append(
+                    f"a start with nothing to do: {calls} {idle['ended']} {idle.get('memories')}"
+                )
             if files_of(disturbed) != before:
-                problems.append(f"a start with nothing to do has written: {set(files_of(disturbed)) ^ set(before)}")
+                problems.append(
+                    "a start with nothing to do has written: "
+                    f"{set(files_of(disturbed)) ^ set(before)}"
+                )
         program = program._replace(last_step=program.last_step + MORE_STEPS)
         expected = start(program, plain, None)
         found = start(program, disturbed, None)
@@ -709,12 +774,14 @@ CACHE = os.path.join(tempfile.gettempdir(), "random-runs-cache")
 
 
 def has_own_processes(seed: int, processes: int) -> bool:
-    """Whether each start of a program has to be a process: a fault kills it, or there are several."""
+    """Whether each start of a program has to be a process: a fault kills it, or there are
+    several."""
     return processes > 1 or any(fault.kind == "SIGKILL" for fault in draw(seed, processes)[1])
 
 
 def check(seeds: list[int], processes: int, keep: str | None) -> tuple[int, int]:
-    """Print what is wrong with programs; return the number of faults, and of programs with problems."""
+    """Print what is wrong with programs; return the number of faults, and of programs with
+    problems."""
     faults = bad = 0
     gc.freeze()  # what is there by now is not looked at by each collection
     for number, seed in enumerate(seeds):
@@ -741,14 +808,17 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--keep", help="a directory for what runs with problems have left behind")
-    parser.add_argument("--kills", choices=["only", "none"], help="only programs with a SIGKILL, or none of these")
+    parser.add_argument(
+        "--kills", choices=["only", "none"], help="only programs with a SIGKILL, or none of these"
+    )
     arguments = parser.parse_args()
     seeds = range(arguments.first, arguments.first + arguments.count)
     split: dict[bool, list[int]] = {False: [], True: []}
     for seed in seeds:
         split[has_own_processes(seed, arguments.processes)].append(seed)
     faults = bad = checked = 0
-    # First those that this process may fork for; the others share one process, whose programs are compiled once.
+    # First those that this process may fork for; the others share one process, whose programs are
+    # compiled once.
     if arguments.kills != "none":
         faults, bad = check(split[True], arguments.processes, arguments.keep)
         checked = len(split[True])
@@ -758,7 +828,9 @@ def main() -> int:
         faults += more_faults
         bad += more_bad
         checked += len(split[False])
-    print(f"{checked} programs, {faults} starts that a fault ended, {bad} with problems", flush=True)
+    print(
+        f"{checked} programs, {faults} starts that a fault ended, {bad} with problems", flush=True
+    )
     return int(bad > 0)
 
 

@@ -1,6 +1,7 @@
-"""Draw the rooms of jstep by their imports, as the picture of CONTRIBUTING.md: `python dev/rooms.py`.
+"""Draw the rooms of jstep by their imports, for CONTRIBUTING.md: `python dev/rooms.py`.
 
-A room is in the row below the last room that it imports. A line shows an import that no path of other lines implies.
+A room is in the row below the last room that it imports. A line shows an import that no path of
+other lines implies.
 """
 
 import ast
@@ -18,7 +19,9 @@ WIDTH, ROW, HEIGHT, MARGIN, SHIFT = 1280, 96, 54, 16, 75
 def imports_of_rooms() -> dict[str, set[str]]:
     rooms = {path.parent.name: set[str]() for path in ROOT.glob("jstep/*/__init__.py")}
     for path in ROOT.glob("jstep/*/*.py"):
-        names = re.findall(r"^\s*(?:from|import) jstep\.(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        names = re.findall(
+            r"^\s*(?:from|import) jstep\.(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE
+        )
         rooms[path.parent.name].update(name for name in names if name != path.parent.name)
     return rooms
 
@@ -32,7 +35,12 @@ def reached(room: str, rooms: Mapping[str, set[str]]) -> set[str]:
 
 
 def question(room: str) -> str:
-    text = ast.get_docstring(ast.parse((ROOT / "jstep" / room / "__init__.py").read_text(encoding="utf-8"))) or ""
+    text = (
+        ast.get_docstring(
+            ast.parse((ROOT / "jstep" / room / "__init__.py").read_text(encoding="utf-8"))
+        )
+        or ""
+    )
     return text[: text.index("?") + 1]
 
 
@@ -46,10 +54,13 @@ def picture() -> str:
     for row in sorted(rows):
         # A room stands below those that it imports, so that lines cross less.
         above = {room: [at[other][0] for other in rooms[room] if other in at] for room in rows[row]}
-        order = sorted(rows[row], key=lambda room: (sum(above[room]) / max(1, len(above[room])), room))
+        order = sorted(
+            rows[row], key=lambda room: (sum(above[room]) / max(1, len(above[room])), room)
+        )
         width = min(300.0, (WIDTH - MARGIN) / len(order) - MARGIN)
         # Rows are shifted, so that a line that passes a room is not taken for one that ends there.
-        left = (WIDTH - len(order) * (width + MARGIN) + MARGIN) / 2 + (0, SHIFT, -SHIFT)[row % 3] * (len(order) < 4)
+        shift = (0, SHIFT, -SHIFT)[row % 3] * (len(order) < 4)
+        left = (WIDTH - len(order) * (width + MARGIN) + MARGIN) / 2 + shift
         for i, room in enumerate(order):
             x, y = left + i * (width + MARGIN), MARGIN + row * ROW
             at[room] = x + width / 2, y
@@ -59,7 +70,8 @@ def picture() -> str:
                 for n, text in enumerate(words)
             ]
             shapes.append(
-                f'<g transform="translate({x:.0f} {y:.0f})"><rect width="{width:.0f}" height="{HEIGHT}" rx="6"/>'
+                f'<g transform="translate({x:.0f} {y:.0f})"><rect width="{width:.0f}" '
+                f'height="{HEIGHT}" rx="6"/>'
                 f'<text x="{width / 2:.0f}" y="18" class="room">{room}</text>{"".join(texts)}</g>'
             )
     for room, others in rooms.items():
@@ -72,13 +84,15 @@ def picture() -> str:
             lines.append(f'<path d="M{x:.0f} {y:.0f}C{curve}"/>')
     height = MARGIN + len(rows) * ROW
     style = (
-        "text{font:11px sans-serif;text-anchor:middle;fill:#24292f}.room{font-weight:bold;font-size:14px}"
+        "text{font:11px "
+        "sans-serif;text-anchor:middle;fill:#24292f}.room{font-weight:bold;font-size:14px}"
         "rect{fill:#f3f6fa;stroke:#8596a8}path{fill:none;stroke:#8596a8}"
     )
     body = "\n".join([*sorted(lines), *shapes])
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-        f'aria-label="The rooms of jstep, each below those that it imports">\n<style>{style}</style>\n'
+        'aria-label="The rooms of jstep, each below those that it '
+        f'imports">\n<style>{style}</style>\n'
         f'<rect width="{WIDTH}" height="{height}" style="fill:#fff;stroke:none"/>\n{body}\n</svg>\n'
     )
 

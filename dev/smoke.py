@@ -1,4 +1,5 @@
-"""A run that uses most of jstep in seconds: it trains, is resumed, evaluates, and writes summaries and weights.
+"""A run that uses most of jstep in seconds: it trains, is resumed, evaluates, and writes summaries
+and weights.
 
 `dev/versions.sh smoke` lets it run with the lowest versions of all dependencies.
 """
@@ -28,13 +29,21 @@ def main() -> None:
             hooks = [jstep.EvaluationHook(evaluate, every_n_steps=2), jstep.History()]
             state = jstep.TrainState.create({"w": jnp.zeros((4, 4))}, optimizer)
             state = jstep.train(
-                step, state, jstep.batches(x, 8), last_step, hooks=hooks, checkpoint_dir=run, logdir=run
+                step,
+                state,
+                jstep.batches(x, 8),
+                last_step,
+                hooks=hooks,
+                checkpoint_dir=run,
+                logdir=run,
             )
         assert jstep.global_step(state) == 8
         path = jstep.save_weights(f"{directory}/w.safetensors", state.params)
         loaded = jstep.load_weights(path, state.params)
         np.testing.assert_array_equal(loaded["w"], state.params["w"])
-        np.testing.assert_array_equal(jstep.load_weights(run / "model-8", state.params)["w"], state.params["w"])
+        np.testing.assert_array_equal(
+            jstep.load_weights(run / "model-8", state.params)["w"], state.params["w"]
+        )
         jstep.report(run, f"{directory}/page.html")
 
 

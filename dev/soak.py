@@ -2,8 +2,8 @@
 
     python dev/soak.py [steps]
 
-It runs 20 000 steps by default, which takes less than a minute; part of the nightly run. Prints a line for each part
-of the run and exits with 1 if something grew.
+It runs 20 000 steps by default, which takes less than a minute; part of the nightly run. Prints a
+line for each part of the run and exits with 1 if something grew.
 """
 
 import gc
@@ -32,7 +32,8 @@ def resident():
 
 
 def measured():
-    """Return what must not grow: the numbers of live arrays, threads, file descriptors and objects, and bytes."""
+    """Return what must not grow: the numbers of live arrays, threads, file descriptors and objects,
+    and bytes."""
     gc.collect()
     return {
         "arrays": len(jax.live_arrays()),
@@ -44,7 +45,8 @@ def measured():
 
 
 def soak(steps, directory):
-    """Run with hooks, means, NaN checks, checkpoints, evaluations and event files; return state and measurements."""
+    """Run with hooks, means, NaN checks, checkpoints, evaluations and event files; return state and
+    measurements."""
     optimizer = jstep.skip_nonfinite(jstep.adam(jstep.held("learning_rate", 1e-3)))
 
     def loss_fn(params, x):
@@ -66,10 +68,14 @@ def soak(steps, directory):
         steps,
         hooks=[
             jstep.NanLossHook(every_n_steps=10, max_skipped_steps=100),
-            jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=part, mean=True),
+            jstep.MetricsHook(
+                lambda step, values: rows.append(step), every_n_steps=part, mean=True
+            ),
             jstep.LoggingHook(every_n_steps=50, mean=True),
             jstep.SummarySaverHook(save_steps=100, histograms="params/*", mean=True),
-            jstep.FingerprintHook(every_n_steps=100, path=os.path.join(directory, "fingerprints.jsonl")),
+            jstep.FingerprintHook(
+                every_n_steps=100, path=os.path.join(directory, "fingerprints.jsonl")
+            ),
             jstep.EvaluationHook(
                 evaluate,
                 every_n_steps=max(part // 4, 1),
@@ -79,7 +85,9 @@ def soak(steps, directory):
                     jstep.EarlyStopping("loss", patience=10**6),
                 ],
             ),
-            jstep.every(max(part // COUNTS, 1), lambda step, state, metrics: found.append(measured())),
+            jstep.every(
+                max(part // COUNTS, 1), lambda step, state, metrics: found.append(measured())
+            ),
         ],
         checkpoint_dir=os.path.join(directory, "checkpoints"),
         save_checkpoint_steps=max(part // 2, 1),
@@ -91,8 +99,8 @@ def soak(steps, directory):
 def least_by_part(found):
     """Return the least of each measurement in each part of the run.
 
-    Arrays in flight, not yet added or not yet collected come on top of those that are kept, and are more at one step
-    than at another: what is kept shows in the least of many counts.
+    Arrays in flight, not yet added or not yet collected come on top of those that are kept, and are
+    more at one step than at another: what is kept shows in the least of many counts.
     """
     size = len(found) // PARTS
     parts = [found[i * size : (i + 1) * size] for i in range(PARTS)]
@@ -104,7 +112,11 @@ def growth(parts):
     early = parts[len(parts) // 2 - 1]
     late = parts[-1]
     tolerance = {"arrays": 8, "threads": 2, "descriptors": 6, "objects": 5000, "bytes": 32 * 2**20}
-    return {name: (early[name], late[name]) for name in tolerance if late[name] > early[name] + tolerance[name]}
+    return {
+        name: (early[name], late[name])
+        for name in tolerance
+        if late[name] > early[name] + tolerance[name]
+    }
 
 
 def main(steps=20_000):
@@ -116,9 +128,15 @@ def main(steps=20_000):
         state, found = soak(steps, directory)
     parts = least_by_part(found)
     for i, one in enumerate(parts, 1):
-        print(f"step {i * (steps // PARTS)}: " + ", ".join(f"{name} {value}" for name, value in one.items()))
+        print(
+            f"step {i * (steps // PARTS)}: "
+            + ", ".join(f"{name} {value}" for name, value in one.items())
+        )
     grown = growth(parts)
-    print("grew: " + ", ".join(map(str, grown.items())) if grown else f"flat after {jstep.global_step(state)} steps")
+    if grown:
+        print("grew: " + ", ".join(map(str, grown.items())))
+    else:
+        print(f"flat after {jstep.global_step(state)} steps")
     return not grown
 
 

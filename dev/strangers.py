@@ -1,17 +1,20 @@
-"""What somebody else may have written: mutants of each file that jstep reads, with right checksums, and its readers.
+"""What somebody else may have written: mutants of each file that jstep reads, with right checksums,
+and its readers.
 
-    .venv/bin/python dev/strangers.py                        # a minute of mutants, as in the nightly run
+    .venv/bin/python dev/strangers.py                   # a minute of mutants, as in the nightly run
     .venv/bin/python dev/strangers.py --count 20000 --seed 7
 
-A run is made once, with checkpoints, positions, records, logs and weights. For each mutant one of its files is changed
-where its structure means something: a number, a name, a key, a place, a node of the database of arrays, the bytes of an
-event; or it becomes a link, a FIFO, a directory, or has another name. Then readers of that file are called. It is a
-defect if one opens or lists anything outside of the run, makes a socket, starts a program, takes more than ten seconds
-of CPU or 400 MB, raises what it does not document, or if control characters are in what it prints, logs or warns of, or
-in the traceback of what it raises. Audit hooks of Python see the first three.
+A run is made once, with checkpoints, positions, records, logs and weights. For each mutant one of
+its files is changed where its structure means something: a number, a name, a key, a place, a node
+of the database of arrays, the bytes of an event; or it becomes a link, a FIFO, a directory, or has
+another name. Then readers of that file are called. It is a defect if one opens or lists anything
+outside of the run, makes a socket, starts a program, takes more than ten seconds of CPU or 400 MB,
+raises what it does not document, or if control characters are in what it prints, logs or warns of,
+or in the traceback of what it raises. Audit hooks of Python see the first three.
 
-Whose run it is decides what may be opened (`PLACES`): the reader's own one; a copy of one; that of another host; a copy
-beside the run that it is of. In some, the mutation is a link that appears while the run takes steps.
+Whose run it is decides what may be opened (`PLACES`): the reader's own one; a copy of one; that of
+another host; a copy beside the run that it is of. In some, the mutation is a link that appears
+while the run takes steps.
 """
 
 import argparse
@@ -51,33 +54,31 @@ from jstep.look import cli  # noqa: E402
 from jstep.stores.event_files import frame  # noqa: E402
 
 SECONDS = 10
-"""Seconds of CPU that a reader may take for a mutant of some kB. It is stopped after ten times as many by the clock."""
+"""Seconds of CPU that a reader may take for a mutant of some kB. It is stopped after ten times as
+many by the clock."""
 MEGABYTES = 400
 """Megabytes that it may take."""
 PRIME = 2**61 - 1
 ODD = [
-    *(0, 1, -1, 2**31, 2**63 - 1, 2**63, PRIME, 3 * PRIME, 10**18, 10**400, 1e308, float("nan"), float("inf"), 0.5),
-    *(
-        "",
-        "x",
-        "../../outside/secret",
-        "/etc/passwd",
-        "s3://stranger/x",
-        "gs://stranger/x",
-        "/net/stranger/x",
-        "\x1b[2J",
-    ),
+    *(0, 1, -1, 2**31, 2**63 - 1, 2**63, PRIME, 3 * PRIME, 10**18, 10**400, 1e308, float("nan"),
+      float("inf"), 0.5),
+    *("", "x", "../../outside/secret", "/etc/passwd", "s3://stranger/x", "gs://stranger/x",
+      "/net/stranger/x", "\x1b[2J"),
     socket.gethostname(),
-    *("\ud800", "a" * 5000, "9" * 5000, "$files/a", "float64", "uint8", "no dtype", "\u202e", "key<fry>"),
-    *([], {}, None, True, [[]] * 50, {"$dict": [[n * PRIME, 0] for n in range(3)]}, {"$int": "f" * 500}),
-    *({"$bytes": {"$file": "a"}}, {"$array": {"dtype": "<f8", "shape": [2**40], "data": ""}}, {"$tuple": 7}),
-]
+    *("\ud800", "a" * 5000, "9" * 5000, "$files/a", "float64", "uint8", "no dtype", "\u202e",
+      "key<fry>"),
+    *([], {}, None, True, [[]] * 50, {"$dict": [[n * PRIME, 0] for n in range(3)]},
+      {"$int": "f" * 500}),
+    *({"$bytes": {"$file": "a"}}, {"$array": {"dtype": "<f8", "shape": [2**40], "data": ""}},
+      {"$tuple": 7}),
+]  # fmt: skip
 CONTROL = "\x1b[31m\nforged\x9b"
 """What is put into names: it colors a terminal, and begins a line that looks like one of jstep."""
 MAX_DEFECTS = 20
 """The number of defects after which the search ends."""
 PLACES = ["own", "own", "own", "copy", "of another host", "beside"]
-"""Whose run is changed, by how often. Only of what is not the reader's own, paths elsewhere must not be opened."""
+"""Whose run is changed, by how often. Only of what is not the reader's own, paths elsewhere must
+not be opened."""
 
 
 class Draw(random.Random):
@@ -123,26 +124,40 @@ class Audit:
         if not self.is_on:
             return
         kind = event.partition(".")[0]
-        if kind in ("socket", "subprocess", "urllib") or event in ("os.system", "os.exec", "os.posix_spawn", "os.fork"):
-            # git is asked about the program that is run, with the programs of a repository's config switched off.
+        if kind in ("socket", "subprocess", "urllib") or event in (
+            "os.system",
+            "os.exec",
+            "os.posix_spawn",
+            "os.fork",
+        ):
+            # git is asked about the program that is run, with the programs of a repository's config
+            # switched off.
             is_git = (
-                arguments and os.path.basename(str(arguments[0])) == "git" and "core.fsmonitor=false" in arguments[1]
+                arguments
+                and os.path.basename(str(arguments[0])) == "git"
+                and "core.fsmonitor=false" in arguments[1]
             )
             # A pair of sockets within the process, which the event loops of Orbax have.
             is_pair = event == "socket.__new__" and arguments[1] == socket.AF_UNIX
             if event != "socket.gethostname" and not is_git and not is_pair:
                 self.problems.append(f"{event}{arguments!r:.200}")
-        elif event == "open" or (kind in ("os", "shutil") and arguments and isinstance(arguments[0], str | bytes)):
+        elif event == "open" or (
+            kind in ("os", "shutil") and arguments and isinstance(arguments[0], str | bytes)
+        ):
             self.seen[event] = self.seen.get(event, 0) + 1
             if event == "os.symlink":
                 self.check(event, os.fsdecode(arguments[1]))  # not what the link leads to
-            elif isinstance(arguments[0], str | bytes) and event not in ("os.putenv", "os.unsetenv"):
+            elif isinstance(arguments[0], str | bytes) and event not in (
+                "os.putenv",
+                "os.unsetenv",
+            ):
                 self.check(event, os.fsdecode(arguments[0]))
 
     def check(self, event, path):
         self.is_on = False
         try:
-            if event in ("os.remove", "os.rename", "os.symlink"):  # of a link itself, not of what it leads to
+            if event in ("os.remove", "os.rename", "os.symlink"):
+                # The path of a link itself, not of what it leads to.
                 real = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
             else:
                 real = os.path.realpath(path)
@@ -152,14 +167,16 @@ class Audit:
         # To list what is no directory opens nothing: it is an error.
         if event in ("os.listdir", "os.scandir") and not os.path.isdir(real):
             return
-        # A name in a directory that is held open; the hook is not told in which. `search` looks for new files.
+        # A name in a directory that is held open; the hook is not told in which. `search` looks for
+        # new files.
         if not os.path.dirname(path) and not os.path.lexists(path):
             return
         # To flush the names in a directory, which may have become a link, reads and writes nothing.
         if event == "open" and real == self.outside and os.path.isdir(real):
             return
         if not is_unnamed and not any(
-            f"{real}/".startswith(f"{place.rstrip('/')}/") for place in (*self.inside, *self.allowed)
+            f"{real}/".startswith(f"{place.rstrip('/')}/")
+            for place in (*self.inside, *self.allowed)
         ):
             self.problems.append(f"{event}: {path}")
 
@@ -178,7 +195,12 @@ class Loader:
         return (jnp.ones(3),)
 
     def state_dict(self):
-        return {"at": self.at, "buffer": np.arange(10_000.0), "rng": np.random.default_rng(0), "names": {1: (2, "a")}}
+        return {
+            "at": self.at,
+            "buffer": np.arange(10_000.0),
+            "rng": np.random.default_rng(0),
+            "names": {1: (2, "a")},
+        }
 
     def load_state_dict(self, state):
         self.at = state["at"]
@@ -202,9 +224,20 @@ def train(run, last, *, swapping=None):
     if swapping is not None:
         hooks.append(swapping)
     state = state_at_zero()
-    options = {"checkpoint_dir": run, "logdir": f"{run}/logs", "config": {"lr": 0.1, "deep": {"a": [1, 2]}}}
+    options = {
+        "checkpoint_dir": run,
+        "logdir": f"{run}/logs",
+        "config": {"lr": 0.1, "deep": {"a": [1, 2]}},
+    }
     return jstep.train(
-        train_step, state, Loader(), last, hooks=hooks, progress=False, save_checkpoint_steps=2, **options
+        train_step,
+        state,
+        Loader(),
+        last,
+        hooks=hooks,
+        progress=False,
+        save_checkpoint_steps=2,
+        **options,
     )
 
 
@@ -212,7 +245,10 @@ def make(run):
     train(run, 4)
     (pathlib.Path(run) / "stalls").mkdir(exist_ok=True)
     start = json.loads(next(pathlib.Path(run, "starts").glob("model.000001.json")).read_bytes())
-    stall = {"version": 1, "prefix": "model", "process": 0, "processes": 2, "pid": 5, "host": "h", "since": 1.7e9}
+    stall = {
+        "version": 1, "prefix": "model", "process": 0, "processes": 2, "pid": 5, "host": "h",
+        "since": 1.7e9,
+    }  # fmt: skip
     stall |= {
         "renewed": 1.7e9,
         "stall": True,
@@ -223,19 +259,34 @@ def make(run):
         "exit_code": 75,
     }
     pathlib.Path(run, "stalls/model.0.json").write_text(json.dumps(stall))
-    other = {"version": start["version"], "prefix": "model", "index": 1, "start": 1, "process": {"host": "h", "pid": 5}}
-    other |= {"written": 1.7e9, "step": [0, 4], "seconds": {"stepping": 1.0}, "batches": {}, "signal": None}
+    other = {
+        "version": start["version"],
+        "prefix": "model",
+        "index": 1,
+        "start": 1,
+        "process": {"host": "h", "pid": 5},
+    }
+    other |= {
+        "written": 1.7e9,
+        "step": [0, 4],
+        "seconds": {"stepping": 1.0},
+        "batches": {},
+        "signal": None,
+    }
     pathlib.Path(run, "starts/model.1.json").write_text(json.dumps(other))
     jstep.save_weights(f"{run}/weights.safetensors", {"w": jnp.ones(3), "b": jnp.zeros((2, 2))})
     pathlib.Path(run, "shards").mkdir()
     jstep.save_weights(f"{run}/shards/one.safetensors", {"w": jnp.ones(3)})
     jstep.save_weights(f"{run}/shards/two.safetensors", {"b": jnp.zeros((2, 2))})
     weight_map = {"w": "one.safetensors", "b": "two.safetensors"}
-    pathlib.Path(run, "shards/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    pathlib.Path(run, "shards/model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
 
 
 class Swap(jstep.Hook):
-    """Somebody else who may write to the directory, and replaces something by a link while the run takes steps."""
+    """Somebody else who may write to the directory, and replaces something by a link while the run
+    takes steps."""
 
     def __init__(self, run, outside, chosen):
         self.run, self.outside, self.chosen = pathlib.Path(run), outside, chosen
@@ -243,7 +294,8 @@ class Swap(jstep.Hook):
     def after_step(self, step, state, metrics):
         if step != 5:
             return
-        # Not during a write, as links are looked for just before it: these files are written beside the first steps.
+        # Not during a write, as links are looked for just before it: these files are written beside
+        # the first steps.
         until = time.monotonic() + 10
         while len(list(self.run.glob("starts/*.programs"))) < 2 and time.monotonic() < until:
             time.sleep(0.01)
@@ -259,13 +311,17 @@ class Swap(jstep.Hook):
 
 def nodes_of(value, path=()):
     yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        items = value.items()
+    else:
+        items = enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         yield from nodes_of(item, (*path, key))
 
 
 def changed(value, draw):
-    """Return JSON of which a node is another one: an odd value, one of elsewhere in it, none, or several times."""
+    """Return JSON of which a node is another one: an odd value, one of elsewhere in it, none, or
+    several times."""
     paths = list(nodes_of(value))
     path = draw.choice(paths)
     if not path:
@@ -284,7 +340,8 @@ def changed(value, draw):
     elif kind == 2 and isinstance(above, list):
         above[path[-1] : path[-1] + 1] = [above[path[-1]]] * draw.choice([2, 300])
     elif kind == 2:
-        above[draw.choice([*filter(lambda key: isinstance(key, str), ODD), CONTROL])] = above[path[-1]]
+        moved = above[path[-1]]
+        above[draw.choice([*filter(lambda key: isinstance(key, str), ODD), CONTROL])] = moved
     elif kind == 3 and isinstance(above[path[-1]], str):
         above[path[-1]] = with_control(above[path[-1]])
     elif kind == 4:
@@ -345,7 +402,9 @@ def change_bytes(data, draw):
         elif kind == 2:
             data[at:at] = data[at : at + draw.randrange(1, 40)]
         else:
-            data[at : at + 1] = databases.number(draw.choice([0, 1, 127, 128, 2**20, 2**40, 2**63, 2**64 - 1]))
+            data[at : at + 1] = databases.number(
+                draw.choice([0, 1, 127, 128, 2**20, 2**40, 2**63, 2**64 - 1])
+            )
     return bytes(data)
 
 
@@ -362,8 +421,14 @@ def change_database(path, draw):
     node = databases.sealed(0x0CDB20DE, change_bytes(content[start + 12 : -4], draw))
     made = {
         0: lambda put: (0, *put(node)),
-        1: lambda put: (1, *put(databases.interior(1, [(b"a", 1, *put(node)), (b"b", 1, *put(node))]))),
-        2: lambda put: (1, *put(databases.interior(1, [(b"a", 0, *put(node)), (b"b", 0, *put(node))]))),
+        1: lambda put: (
+            1,
+            *put(databases.interior(1, [(b"a", 1, *put(node)), (b"b", 1, *put(node))])),
+        ),
+        2: lambda put: (
+            1,
+            *put(databases.interior(1, [(b"a", 0, *put(node)), (b"b", 0, *put(node))])),
+        ),
     }[draw.randrange(3)]
     databases.put(path, lambda put: (put(content[:start]), made(put))[1])
 
@@ -375,7 +440,10 @@ def change_events(path, draw):
         records.append(data[12 : 12 + length])
         data = data[16 + length :]
     at = draw.randrange(len(records))
-    records[at] = change_bytes(records[at], draw) if draw.random() < 0.8 else b"\0" * draw.choice([0, 1, 10**6])
+    if draw.random() < 0.8:
+        records[at] = change_bytes(records[at], draw)
+    else:
+        records[at] = b"\0" * draw.choice([0, 1, 10**6])
     text = b"".join(map(frame, records))
     claim = struct.pack("<Q", draw.choice([2**31 - 1, 2**40, 2**63]))
     path.write_bytes(text + (frame(claim)[12:20] + b"xxxx" if draw.random() < 0.1 else b""))
@@ -384,7 +452,9 @@ def change_events(path, draw):
 def change_weights(path, draw):
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
-    header = json.dumps(changed(json.loads(data[8 : 8 + size]), draw)).encode(errors="surrogatepass")
+    header = json.dumps(changed(json.loads(data[8 : 8 + size]), draw)).encode(
+        errors="surrogatepass"
+    )
     path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
 
 
@@ -408,7 +478,8 @@ def change_kind(path, draw, outside):
     elif kind == 1:
         path.mkdir()
     elif kind == 2:
-        # Not a directory elsewhere: a search for runs follows links to directories, and so may a checkpoint be one.
+        # Not a directory elsewhere: a search for runs follows links to directories, and so may a
+        # checkpoint be one.
         path.symlink_to(path.parent if is_directory else outside / "secret")
     elif kind == 3:
         path.symlink_to("/dev/zero")
@@ -440,7 +511,8 @@ def check_shown(found):
 
 
 def control_in(text):
-    """Return the first control characters of a text and what is around them; "" if it has none but our line breaks."""
+    """Return the first control characters of a text and what is around them; "" if it has none but
+    our line breaks."""
     found = re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]|\nforged", text)
     return repr(text[max(0, found.start() - 100) : found.end() + 20]) if found else ""
 
@@ -486,7 +558,11 @@ CHECKPOINT = [
     command("inspect", "RUN/model-4"),
     command("inspect", "RUN/model-4", "--verify"),
 ]
-CHECKPOINT += [command("inspect", "RUN"), command("diff", "RUN/model-2", "RUN/model-4"), lambda run: jstep.runs(run)]
+CHECKPOINT += [
+    command("inspect", "RUN"),
+    command("diff", "RUN/model-2", "RUN/model-4"),
+    lambda run: jstep.runs(run),
+]
 RECORD = [
     command("runs", "RUN"),
     command("runs", "RUN", "--starts"),
@@ -494,13 +570,23 @@ RECORD = [
     command("stalls", "RUN"),
 ]
 RECORD += [lambda run: jstep.goodput(run), lambda run: check_shown(jstep.runs(run))]
-RECORD += [command("diff", "RUN"), command("report", "RUN", "-o", "RUN/page.html"), command("runs", "RUN", "--json")]
+RECORD += [
+    command("diff", "RUN"),
+    command("report", "RUN", "-o", "RUN/page.html"),
+    command("runs", "RUN", "--json"),
+]
 LOGS = [lambda run: list(jstep.summary.summary_iterator(f"{run}/logs"))]
 LOGS += [command("events", "RUN"), command("report", "RUN", "-o", "RUN/page.html")]
-LINES = [lambda run: jstep.History.read(f"{run}/history.jsonl"), lambda run: read_log(f"{run}/logs/fingerprints.jsonl")]
+LINES = [
+    lambda run: jstep.History.read(f"{run}/history.jsonl"),
+    lambda run: read_log(f"{run}/logs/fingerprints.jsonl"),
+]
 LINES += [command("diff", "RUN/logs/fingerprints.jsonl", "RUN/logs/fingerprints.jsonl")]
 WEIGHTS = [lambda run: jstep.load_weights(f"{run}/weights.safetensors", TARGET, partial=True)]
-WEIGHTS += [lambda run: jstep.load_weights(f"{run}/shards", TARGET), lambda run: jstep.load_weights(run, TARGET)]
+WEIGHTS += [
+    lambda run: jstep.load_weights(f"{run}/shards", TARGET),
+    lambda run: jstep.load_weights(run, TARGET),
+]
 
 
 def start_again(run):
@@ -516,10 +602,13 @@ def mutate(run, draw, outside):
     run = pathlib.Path(run)
     kind = draw.choice(
         [
-            *("manifest", "manifest", "database", "database", "record", "record", "events", "lines", "weights", "kind"),
+            *(
+                "manifest", "manifest", "database", "database", "record", "record", "events",
+                "lines", "weights", "kind",
+            ),
             *(["link in mid-run"] if draw.random() < 0.2 else []),
         ]
-    )
+    )  # fmt: skip
     if kind == "manifest":
         change_manifest(run / "model-4/manifest.json", draw)
         return kind, CHECKPOINT
@@ -547,12 +636,16 @@ def mutate(run, draw, outside):
         return kind, [functools.partial(start_and_swap, outside=outside, chosen=draw.random())]
     # Files of weights may be links, as those of the Hugging Face Hub are.
     left_out = {"page.html", "weights.safetensors"}
-    victims = sorted(path for path in run.rglob("*") if not path.is_symlink() and path.name not in left_out)
+    victims = sorted(
+        path for path in run.rglob("*") if not path.is_symlink() and path.name not in left_out
+    )
     victim = draw.choice(victims)
     change_kind(victim, draw, outside)
     readers = [*CHECKPOINT, *RECORD, *LOGS, *WEIGHTS]
     # A path that the reader is given is its user's, and may be a link.
-    return kind, readers if victim.name in ("history.jsonl", "fingerprints.jsonl") else [*readers, *LINES]
+    if victim.name in ("history.jsonl", "fingerprints.jsonl"):
+        return kind, readers
+    return kind, [*readers, *LINES]
 
 
 def change_manifest_files(path):
@@ -628,12 +721,17 @@ class Stage:
 
     def __init__(self, above):
         self.above = above
-        self.run, self.copy, self.own = f"{above}/work/run", f"{above}/work/copy", f"{above}/own/run"
+        self.run, self.copy, self.own = (
+            f"{above}/work/run",
+            f"{above}/work/copy",
+            f"{above}/own/run",
+        )
         self.outside = pathlib.Path(above, "outside")
         self.outside.mkdir()
         (self.outside / "secret").write_text('{"secret": 1}')
         self.made = {self.run: f"{above}/made/run", self.own: f"{above}/made/own"}
-        for run, made in self.made.items():  # at the paths of all mutants, or they would all be copies
+        for run, made in self.made.items():
+            # Made at the paths of all mutants, or they would all be copies.
             make(run)
             shutil.copytree(run, made)
         self.untouched = self.elsewhere()
@@ -649,11 +747,15 @@ class Stage:
         return found
 
     def set(self, place, draw):
-        """Make the directories of a mutant; return the directory that is changed, and those that readers may open."""
+        """Make the directories of a mutant; return the directory that is changed, and those that
+        readers may open."""
         shutil.rmtree(f"{self.above}/work")
         original = self.run if place in ("own", "beside") else self.own
         shutil.copytree(self.made[original], self.run)
-        draw.elsewhere = (str(self.outside), "outside", "../outside", self.own, "own/run", "work/run", "work/copy")
+        draw.elsewhere = (
+            str(self.outside), "outside", "../outside", self.own, "own/run", "work/run",
+            "work/copy",
+        )  # fmt: skip
         if place == "own":
             draw.elsewhere = ()  # its record may lead anywhere
         if place == "beside":
@@ -661,8 +763,13 @@ class Stage:
             return self.copy, [f"{self.above}/work"]
         if place == "of another host":
             host = json.dumps(socket.gethostname()).encode()
-            for path in [*pathlib.Path(self.run).glob("starts/*.json"), *pathlib.Path(self.run).glob("stalls/*.json")]:
-                path.write_bytes(path.read_bytes().replace(b'"host": ' + host, b'"host": "stranger"'))
+            for path in [
+                *pathlib.Path(self.run).glob("starts/*.json"),
+                *pathlib.Path(self.run).glob("stalls/*.json"),
+            ]:
+                path.write_bytes(
+                    path.read_bytes().replace(b'"host": ' + host, b'"host": "stranger"')
+                )
         return self.run, [f"{self.above}/work", *([self.own] if place == "copy" else [])]
 
 
@@ -693,7 +800,9 @@ def search(seconds, count, seed):
             elif len(readers) > 2:
                 readers = draw.sample(readers, 2)
             # All runs of a folder are read where the mutant is one of them.
-            folder = f"{above}/work" if place == "beside" and kind == "record" and draw.random() < 0.7 else run
+            folder = run
+            if place == "beside" and kind == "record" and draw.random() < 0.7:
+                folder = f"{above}/work"
             for reader in readers:
                 calls += 1
                 wrong = called(reader, folder, audit, ears)
@@ -702,11 +811,15 @@ def search(seconds, count, seed):
                     wrong.append(f"changed {sorted(dict(found.items() ^ stage.untouched.items()))}")
                     stage.untouched = found
                 if wrong:
-                    defects.append(f"mutant {number} ({kind}, {place}), {name_of(reader)}: {'; '.join(wrong)}")
+                    defects.append(
+                        f"mutant {number} ({kind}, {place}), {name_of(reader)}: {'; '.join(wrong)}"
+                    )
                     print(defects[-1], file=sys.stderr, flush=True)
         heard = ", ".join(f"{event} {times}" for event, times in sorted(audit.seen.items()))
         print(f"seed {seed}: {number} mutants ({kinds}; {places}), {calls} calls, peak {peak()} MB")
-        print(f"{len(defects)} defects; the audit hook heard {heard}; outside: {len(audit.problems)}")
+        print(
+            f"{len(defects)} defects; the audit hook heard {heard}; outside: {len(audit.problems)}"
+        )
         return defects
 
 
@@ -719,8 +832,15 @@ def name_of(reader):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=10**9, help="the number of mutants")
-    parser.add_argument("--seconds", type=float, default=None, help="for so long; by default a minute without --count")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the generator of mutants")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=None,
+        help="for so long; by default a minute without --count",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=int(time.time()), help="of the generator of mutants"
+    )
     given = parser.parse_args()
     faulthandler.enable()
     logging.getLogger("jstep").setLevel(logging.INFO)

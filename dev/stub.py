@@ -1,4 +1,5 @@
-"""Writes `jstep/__init__.pyi`, for type checkers and editors, from the list of names in `jstep/__init__.py`.
+"""Writes `jstep/__init__.pyi`, for type checkers and editors, from the list of names in
+`jstep/__init__.py`.
 
 .venv/bin/python dev/stub.py
 """
@@ -10,7 +11,9 @@ import jstep
 
 def stub() -> str:
     """Return the text of the stub."""
-    lines = [f"from {module} import {name} as {name}" for name, module in sorted(jstep._EXPORTS.items())]
+    lines = [
+        f"from {module} import {name} as {name}" for name, module in sorted(jstep._EXPORTS.items())
+    ]
     head = "# Written by dev/stub.py from the list in __init__.py.\n"
     return head + "\n".join(sorted(lines)) + "\n\n__version__: str\n__all__: list[str]\n"
 

@@ -1,4 +1,4 @@
-"""Shows the reference what users see: an extension of griffe, which reads the sources for the site."""
+"""Shows the reference what users see: an extension of griffe, which reads the sources."""
 
 import os
 import pathlib
@@ -14,12 +14,17 @@ ENTRIES = {
     for page in (pathlib.Path(__file__).parent / "reference").glob("*.md")
     for name in re.findall(r"^::: jstep\.(\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     # Other words are arguments as often: `momentum`, `batches`, `scale`.
-    if (re.search("_|[A-Z]", name) and name != "global_step") or name in ("train", "minimize", "chain", "partition")
+    if (re.search("_|[A-Z]", name) and name != "global_step")
+    or name in ("train", "minimize", "chain", "partition")
 }
 
 
 class AsUsersSeeIt(griffe.Extension):
-    """Names of the root mean functions, not files; examples are code, formulas are equations, names are links."""
+    """The reference as users see it.
+
+    Names of the root mean functions, not files; examples are code, formulas are equations, names
+    are links.
+    """
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Points each name of the root at the function or class that it is at run time."""
@@ -39,7 +44,8 @@ class AsUsersSeeIt(griffe.Extension):
 
 
 def _modules(module: griffe.Module) -> list[griffe.Module]:
-    inner = [member for member in module.members.values() if not member.is_alias and member.is_module]
+    members = module.members.values()
+    inner = [member for member in members if not member.is_alias and member.is_module]
     return [module, *(found for one in inner for found in _modules(one))]
 
 

@@ -1,7 +1,7 @@
 r"""Typesets equations when the site is built: a hook of MkDocs.
 
-`pymdownx.arithmatex` finds `$…$` and `$$…$$`, and this makes MathML of them, which browsers show by themselves: no
-script, no fonts, and nothing that is fetched from another host.
+`pymdownx.arithmatex` finds `$…$` and `$$…$$`, and this makes MathML of them, which browsers show by
+themselves: no script, no fonts, and nothing that is fetched from another host.
 """
 
 import html

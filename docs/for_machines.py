@@ -1,8 +1,9 @@
-"""The site for programs that read: `llms.txt`, and each page as Markdown beside its HTML. A hook of MkDocs.
+"""The site for programs that read: a hook of MkDocs.
 
-`llms.txt` has the form of https://llmstxt.org: the name, a summary, and by section each page with a line about it. The
-page `tutorial/loop/` is `tutorial/loop.md` as Markdown, where the links between the sources lead on; entries of the
-reference are their signatures and docstrings.
+It writes `llms.txt`, and each page as Markdown beside its HTML. `llms.txt` has the form of
+https://llmstxt.org: the name, a summary, and by section each page with a line about it. The page
+`tutorial/loop/` is `tutorial/loop.md` as Markdown, where the links between the sources lead on;
+entries of the reference are their signatures and docstrings.
 """
 
 import functools
@@ -36,12 +37,14 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
 
 def on_env(env: Any, config: Any, files: Any) -> None:
     """Keeps the navigation for `on_post_build`, which is not given it."""
-    config["extra"]["llms_txt"] = llms_txt(config, [page for page in files.documentation_pages() if page.page])
+    pages = [page for page in files.documentation_pages() if page.page]
+    config["extra"]["llms_txt"] = llms_txt(config, pages)
 
 
 def on_post_build(config: Any) -> None:
     """Writes `llms.txt`."""
-    pathlib.Path(config["site_dir"], "llms.txt").write_text(config["extra"].pop("llms_txt"), encoding="utf-8")
+    target = pathlib.Path(config["site_dir"], "llms.txt")
+    target.write_text(config["extra"].pop("llms_txt"), encoding="utf-8")
 
 
 def llms_txt(config: Any, files: Any) -> str:
@@ -59,7 +62,10 @@ def llms_txt(config: Any, files: Any) -> str:
 
 
 def _sections(nav: Any) -> list[tuple[str, list[tuple[str | None, str]]]]:
-    """The sections of the navigation with their pages; pages that are in none come first, as the section Pages."""
+    """The sections of the navigation with their pages.
+
+    Pages that are in none come first, as the section Pages.
+    """
     alone: list[tuple[str | None, str]] = []
     found: list[tuple[str, list[tuple[str | None, str]]]] = [("Pages", alone)]
     for entry in nav:
@@ -95,10 +101,10 @@ def _about(page: Any) -> str:
 
 
 def about(source: str) -> str:
-    """A line about a page: the beginning of its prose, without links; else its entries, or what it links to.
+    """A line about a page: the beginning of its prose without links, its entries, or its links.
 
-    The beginning is one sentence, or two if the first says little. A line that is not a list of entries is not longer
-    than 300 characters.
+    The beginning is one sentence, or two if the first says little. A line that is not a list of
+    entries is not longer than 300 characters.
     """
     if words := _first_paragraph(source):
         first, *rest = re.split(r"(?<=[.!?:])\s+(?=[A-Z`\"])", words)
@@ -112,13 +118,15 @@ def about(source: str) -> str:
 
 def _first_paragraph(source: str) -> str:
     """The first paragraph of prose of a page, as plain text in one line; empty if there is none."""
-    found = (one for one in re.split(r"\n\s*\n", _without_code(source)) if re.match(r"\*\*|[\w`\[(\"]", one))
+    paragraphs = re.split(r"\n\s*\n", _without_code(source))
+    found = (one for one in paragraphs if re.match(r"\*\*|[\w`\[(\"]", one))
     plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", next(found, "")).replace("**", "")
     return " ".join(plain.split())
 
 
 def _without_code(source: str) -> str:
-    return re.sub(r"^( *)```.*?^\1```$", "", _COMMENT.sub("", source), flags=re.DOTALL | re.MULTILINE)
+    text = _COMMENT.sub("", source)
+    return re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def as_markdown(source: str) -> str:
@@ -134,7 +142,10 @@ def _entry(name: str) -> str:
     inner = [
         f"\n\n#### {member.name}{_signature(member)}\n\n{member.docstring.value}"
         for member in (found.members.values() if found.is_class else ())
-        if not member.is_alias and member.is_function and not member.name.startswith("_") and member.docstring
+        if not member.is_alias
+        and member.is_function
+        and not member.name.startswith("_")
+        and member.docstring
     ]
     return f"### {name}{_signature(found)}{text}{''.join(inner)}\n"
 

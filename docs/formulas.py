@@ -1,28 +1,36 @@
-r"""The equations of the reference in TeX: the name of a function → what is shown below the first line of its entry.
+r"""The equations of the reference in TeX: name of a function → equations of its entry.
 
-The docstrings have them as text, for `help()`. Symbols are those of the docstrings: p is a parameter, g its gradient,
-lr the learning rate of the step, t the age of the slots; a hat corrects an average for its age.
+An entry shows them below its first line. The docstrings have them as text, for `help()`. Symbols
+are those of the docstrings: p is a parameter, g its gradient, lr the learning rate of the step, t
+the age of the slots; a hat corrects an average for its age.
 """
 
-_MOMENTS = r"m \leftarrow \beta_1 m + (1-\beta_1)\, g, \qquad v \leftarrow \beta_2 v + (1-\beta_2)\, g^2"
+_MOMENTS = (
+    r"m \leftarrow \beta_1 m + (1-\beta_1)\, g, \qquad v \leftarrow \beta_2 v + (1-\beta_2)\, g^2"
+)
 _HATS = r"\hat m = \frac{m}{1-\beta_1^t}, \qquad \hat v = \frac{v}{1-\beta_2^t}"
 
 FORMULAS = {
     "gradient_descent": [r"p \leftarrow p - \mathrm{lr}\; g"],
-    "momentum": [r"a \leftarrow \mathrm{momentum}\cdot a + g, \qquad p \leftarrow p - \mathrm{lr}\; a"],
+    "momentum": [
+        r"a \leftarrow \mathrm{momentum}\cdot a + g, \qquad p \leftarrow p - \mathrm{lr}\; a"
+    ],
     "adagrad": [r"a \leftarrow a + g^2, \qquad p \leftarrow p - \mathrm{lr}\, \frac{g}{\sqrt{a}}"],
     "adadelta": [
-        r"e \leftarrow \rho\, e + (1-\rho)\, g^2, \qquad d = g\, \frac{\sqrt{x+\epsilon}}{\sqrt{e+\epsilon}}",
+        r"e \leftarrow \rho\, e + (1-\rho)\, g^2, \qquad "
+        r"d = g\, \frac{\sqrt{x+\epsilon}}{\sqrt{e+\epsilon}}",
         r"x \leftarrow \rho\, x + (1-\rho)\, d^2, \qquad p \leftarrow p - \mathrm{lr}\; d",
     ],
     "adam": [
         _MOMENTS,
-        r"p \leftarrow p - \mathrm{lr}\, \frac{\sqrt{1-\beta_2^t}}{1-\beta_1^t} \cdot \frac{m}{\sqrt{v}+\epsilon}",
+        r"p \leftarrow p - \mathrm{lr}\, \frac{\sqrt{1-\beta_2^t}}{1-\beta_1^t} "
+        r"\cdot \frac{m}{\sqrt{v}+\epsilon}",
     ],
     "adamw": [
         _MOMENTS,
         _HATS,
-        r"p \leftarrow p - \mathrm{lr} \left( \frac{\hat m}{\sqrt{\hat v}+\epsilon} + \lambda p \right)",
+        r"p \leftarrow p - \mathrm{lr} "
+        r"\left( \frac{\hat m}{\sqrt{\hat v}+\epsilon} + \lambda p \right)",
     ],
     "adabelief": [
         r"m \leftarrow \beta_1 m + (1-\beta_1)\, g, \qquad "
@@ -34,7 +42,8 @@ FORMULAS = {
         r"p \leftarrow p - \mathrm{lr}\, \frac{\hat m}{\sqrt{\hat v}+\epsilon}",
     ],
     "lion": [
-        r"p \leftarrow p - \mathrm{lr} \left( \mathrm{sign}(\beta_1 m + (1-\beta_1)\, g) + \lambda p \right)",
+        r"p \leftarrow p - \mathrm{lr} "
+        r"\left( \mathrm{sign}(\beta_1 m + (1-\beta_1)\, g) + \lambda p \right)",
         r"m \leftarrow \beta_2 m + (1-\beta_2)\, g",
     ],
     "lamb": [
@@ -52,16 +61,19 @@ FORMULAS = {
         r"p \leftarrow p - \mathrm{lr}\; m",
     ],
     "signum": [
-        r"m \leftarrow \beta m + (1-\beta)\, g, \qquad p \leftarrow p - \mathrm{lr}\; \mathrm{sign}(m)",
+        r"m \leftarrow \beta m + (1-\beta)\, g, \qquad "
+        r"p \leftarrow p - \mathrm{lr}\; \mathrm{sign}(m)",
     ],
     "exponential_decay": [r"\mathrm{lr}(N) = \mathrm{lr}_0 \cdot d^{\,N/T}"],
     "natural_exp_decay": [r"\mathrm{lr}(N) = \mathrm{lr}_0 \cdot e^{-d\, N/T}"],
     "inverse_time_decay": [r"\mathrm{lr}(N) = \frac{\mathrm{lr}_0}{1 + d\, N/T}"],
     "cosine_decay": [
-        r"\mathrm{lr}(N) = \mathrm{lr}_0 \left( (1-\alpha)\, \frac{1 + \cos(\pi \min(N, T)/T)}{2} + \alpha \right)"
+        r"\mathrm{lr}(N) = \mathrm{lr}_0 "
+        r"\left( (1-\alpha)\, \frac{1 + \cos(\pi \min(N, T)/T)}{2} + \alpha \right)"
     ],
     "inverse_sqrt_decay": [
-        r"\mathrm{lr}(N) = \mathrm{lr}_{\max} \cdot \min\left(1, \frac{N+1}{w}\right) \sqrt{\frac{w}{\max(N, w)}}"
+        r"\mathrm{lr}(N) = \mathrm{lr}_{\max} "
+        r"\cdot \min\left(1, \frac{N+1}{w}\right) \sqrt{\frac{w}{\max(N, w)}}"
     ],
     "clip_by_norm": [r"t \cdot \min\left(1, \frac{c}{\Vert t \Vert_2}\right)"],
     "clip_by_global_norm": [

@@ -13,7 +13,11 @@ ENTRIES = {
     if name != "global_step"  # on a page it is the field of the state, seldom the function
 }
 # Names of jstep.summary are written without it where no other word could be meant.
-ENTRIES |= {name.split(".")[1]: entry for name, entry in ENTRIES.items() if re.match(r"summary\.(\w+_|[A-Z])", name)}
+ENTRIES |= {
+    name.split(".")[1]: entry
+    for name, entry in ENTRIES.items()
+    if re.match(r"summary\.(\w+_|[A-Z])", name)
+}
 
 # What is linked already stays as it is; inline code is a name, or a call of it.
 PIECE = re.compile(r"\[[^\]]*\]\([^)]*\)|`(?:jstep\.)?([\w.]+)(?:\([^`]*\))?`")

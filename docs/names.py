@@ -1,8 +1,9 @@
 """Draws lists of public names on pages, from the list in `jstep/__init__.py`: a hook of MkDocs.
 
-`<!-- questions: all -->` becomes a table of the questions of `questions.toml` and the pages that answer them,
-`<!-- entries: Optimizers -->` becomes the entries of the topics that begin so, `<!-- table: Optimizers -->` a table
-with a row for each of them, and `<!-- pages: reference -->` a table of the pages of the reference with their names.
+`<!-- questions: all -->` becomes a table of the questions of `questions.toml` and the pages that
+answer them, `<!-- entries: Optimizers -->` becomes the entries of the topics that begin so,
+`<!-- table: Optimizers -->` a table with a row for each of them, and `<!-- pages: reference -->`
+a table of the pages of the reference with their names.
 """
 
 import pathlib
@@ -41,7 +42,9 @@ def topics(beginning: str) -> dict[str, list[str]]:
 
 
 def _entries(beginning: str) -> str:
-    return "\n\n".join(f"::: jstep.{name}" for names in topics(beginning).values() for name in names)
+    return "\n\n".join(
+        f"::: jstep.{name}" for names in topics(beginning).values() for name in names
+    )
 
 
 def _table(beginning: str) -> str:

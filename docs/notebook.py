@@ -1,9 +1,9 @@
-"""Notebook outputs of jstep's objects for the pages: a script that makes them, and a MkDocs hook that embeds them.
+"""Notebook outputs of jstep's objects: a script that makes them, a MkDocs hook that embeds them.
 
     python docs/notebook.py    # writes docs/notebook/*.html
 
-A page has a line `<!-- notebook: state -->` where `docs/notebook/state.html` goes: the site is built without running
-anything.
+A page has a line `<!-- notebook: state -->` where `docs/notebook/state.html` goes: the site is
+built without running anything.
 """
 
 import pathlib
@@ -37,15 +37,22 @@ def outputs() -> dict[str, str]:
     first = jstep.TrainState.create(params, jstep.adam(1e-2))
 
     rows = jax.random.normal(jax.random.key(0), (512, 3))
-    data = jstep.batches({"x": rows, "y": rows @ jnp.array([[1.0], [-2.0], [0.5]])}, batch_size=32, seed=0)
+    data = jstep.batches(
+        {"x": rows, "y": rows @ jnp.array([[1.0], [-2.0], [0.5]])}, batch_size=32, seed=0
+    )
     optimizer = jstep.adamw(jstep.warmup_cosine_decay(3e-2, 20, 300))
-    train_step = jstep.minimize(lambda p, batch: jnp.mean((batch["x"] @ p["w"] - batch["y"]) ** 2), optimizer)
+    train_step = jstep.minimize(
+        lambda p, batch: jnp.mean((batch["x"] @ p["w"] - batch["y"]) ** 2), optimizer
+    )
 
     def make_state() -> jstep.TrainState:
         return jstep.TrainState.create({"w": jnp.zeros((3, 1))}, optimizer)
 
     with tempfile.TemporaryDirectory() as run:
-        jstep.train(train_step, make_state(), data, 300, checkpoint_dir=run, save_checkpoint_steps=100, progress=False)
+        jstep.train(
+            train_step, make_state(), data, 300,
+            checkpoint_dir=run, save_checkpoint_steps=100, progress=False,
+        )  # fmt: skip
         goodput = jstep.goodput(run)
     shown = {
         "state": first,

@@ -27,8 +27,9 @@ PICTURES = pathlib.Path(__file__).parent / "pictures"
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 INK, RED, BLUE, GREY, PAPER = "#333344", "#c0392b", "#4527a0", "#9a9ab0", "#f4f2fa"
 PARTS_OF_TIME = {
-    "productive": BLUE, "rewound": "#b39ddb", "before": "#8c6d46", "starting": "#e67e22", "waiting": "#f1c40f",
-    "saving": "#16a085", "evaluating": "#2e86c1", "hooks": GREY, "down": RED,
+    "productive": BLUE, "rewound": "#b39ddb", "before": "#8c6d46", "starting": "#e67e22",
+    "waiting": "#f1c40f", "saving": "#16a085", "evaluating": "#2e86c1", "hooks": GREY,
+    "down": RED,
 }  # fmt: skip
 mpl.rcParams.update(
     {
@@ -57,11 +58,15 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _digits_run(directory: str | None, curve: pathlib.Path, kill_at: int = 0) -> None:
-    """Trains on digits up to step 600, and writes a line every other step; kills its own process at a step."""
+    """Trains on digits up to step 600; writes a line every other step; kills itself at a step."""
     images, labels = _digits()
     train_rows, test_rows = slice(0, 1400), slice(1400, None)
-    rate = jstep.warmup_stable_decay(3e-3, warmup_steps=60, stable_steps=360, decay_steps=180, shape="sqrt")
-    optimizer = jstep.with_moving_average(jstep.adamw(rate), jstep.ExponentialMovingAverage(0.99, num_updates=True))
+    rate = jstep.warmup_stable_decay(
+        3e-3, warmup_steps=60, stable_steps=360, decay_steps=180, shape="sqrt"
+    )
+    optimizer = jstep.with_moving_average(
+        jstep.adamw(rate), jstep.ExponentialMovingAverage(0.99, num_updates=True)
+    )
 
     def logits(params, x):
         return jnp.tanh(x @ params["in"]) @ params["out"]
@@ -77,12 +82,17 @@ def _digits_run(directory: str | None, curve: pathlib.Path, kill_at: int = 0) ->
     def watch(step, state, metrics):
         errors = [float(wrong(params)) for params in (state.params, jstep.averaged_params(state))]
         with curve.open("a") as lines:
-            print(step, float(metrics["loss"]), float(metrics["learning_rate"]), *errors, file=lines)
+            print(
+                step, float(metrics["loss"]), float(metrics["learning_rate"]), *errors, file=lines
+            )
         if step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     keys = jax.random.split(jax.random.key(0))
-    params = {"in": jax.random.normal(keys[0], (64, 64)) / 8, "out": jax.random.normal(keys[1], (64, 10)) / 8}
+    params = {
+        "in": jax.random.normal(keys[0], (64, 64)) / 8,
+        "out": jax.random.normal(keys[1], (64, 10)) / 8,
+    }
     state = jstep.train(
         jstep.minimize(loss_fn, optimizer),
         jstep.TrainState.create(params, optimizer),
@@ -102,7 +112,10 @@ def one_clock(path: pathlib.Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         killed, whole = pathlib.Path(folder, "killed"), pathlib.Path(folder, "whole")
         for kill_at in (*stops, 0):
-            subprocess.run([sys.executable, __file__, "--run", folder, killed, str(kill_at)], check=kill_at == 0)
+            subprocess.run(
+                [sys.executable, __file__, "--run", folder, killed, str(kill_at)],
+                check=kill_at == 0,
+            )
         _digits_run(None, whole)
         prints = [curve.with_suffix(".fingerprint").read_text() for curve in (killed, whole)]
         assert prints[0] == prints[1], "the run that was killed is not the run that was not"
@@ -114,12 +127,18 @@ def one_clock(path: pathlib.Path) -> None:
     for axis in axes:
         for stop in stops:
             axis.axvline(stop, color=RED, linestyle=(0, (4, 3)), linewidth=1.2)
-    axes[0].semilogy(whole[:, 0], whole[:, 1], color=GREY, linewidth=4, alpha=0.5, label="never stopped")
-    axes[0].semilogy(killed[:, 0], killed[:, 1], color=BLUE, linewidth=0.9, label="killed at 170 and at 390")
+    axes[0].semilogy(
+        whole[:, 0], whole[:, 1], color=GREY, linewidth=4, alpha=0.5, label="never stopped"
+    )
+    axes[0].semilogy(
+        killed[:, 0], killed[:, 1], color=BLUE, linewidth=0.9, label="killed at 170 and at 390"
+    )
     axes[0].set_ylabel("loss")
     axes[0].legend(frameon=False, loc="upper right")
     axes[1].plot(killed[:, 0], 100 * killed[:, 3], color=GREY, linewidth=0.9, label="weights")
-    axes[1].plot(killed[:, 0], 100 * killed[:, 4], color=BLUE, linewidth=1.4, label="their moving average")
+    axes[1].plot(
+        killed[:, 0], 100 * killed[:, 4], color=BLUE, linewidth=1.4, label="their moving average"
+    )
     axes[1].set_ylim(0, 30)
     axes[1].set_ylabel("test error, %")
     axes[1].legend(frameon=False, loc="upper right")
@@ -138,7 +157,7 @@ def _text(pair) -> str:
 
 
 def report(path: pathlib.Path) -> None:
-    """A trunk that is killed and started again, two cooldowns that begin from it, and one more rate, as one page."""
+    """A killed and restarted trunk, two cooldowns from it, and one more rate, as one page."""
     images, labels = _digits()
     validation, order = slice(1400, None), np.random.default_rng(0)
 
@@ -152,10 +171,13 @@ def report(path: pathlib.Path) -> None:
     def run(name: str, rate: float, last_step: int, kill_at: int = 0, **options) -> None:
         optimizer = jstep.adam(rate)
         keys = jax.random.split(jax.random.key(0))
-        params = {"in": 0.1 * jax.random.normal(keys[0], (64, 64)), "out": 0.1 * jax.random.normal(keys[1], (64, 10))}
+        params = {
+            "in": 0.1 * jax.random.normal(keys[0], (64, 64)),
+            "out": 0.1 * jax.random.normal(keys[1], (64, 10)),
+        }
         evaluation = jstep.EvaluationHook(
-            jax.jit(lambda state: {"loss": loss_fn(state.params, held_out)}), every_n_steps=25, prefix="validation",
-            callbacks=[jstep.KeepBest(f"{name}/best", "loss")],
+            jax.jit(lambda state: {"loss": loss_fn(state.params, held_out)}), every_n_steps=25,
+            prefix="validation", callbacks=[jstep.KeepBest(f"{name}/best", "loss")],
         )  # fmt: skip
 
         def fail(step, state, metrics):
@@ -165,8 +187,9 @@ def report(path: pathlib.Path) -> None:
         try:
             jstep.train(
                 jstep.minimize(loss_fn, optimizer), jstep.TrainState.create(params, optimizer),
-                lambda step: {"x": images[chosen[step]], "y": labels[chosen[step]]}, last_step, checkpoint_dir=name,
-                logdir=name, save_checkpoint_steps=200, save_summaries_steps=5, hooks=hooks, log_steps=None, **options,
+                lambda step: {"x": images[chosen[step]], "y": labels[chosen[step]]}, last_step,
+                checkpoint_dir=name, logdir=name, save_checkpoint_steps=200, save_summaries_steps=5,
+                hooks=hooks, log_steps=None, **options,
             )  # fmt: skip
         except OSError:
             shutil.rmtree(f"{name}/model-{kill_at}")
@@ -181,7 +204,11 @@ def report(path: pathlib.Path) -> None:
         jstep.report("runs", "report.html")
         window = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1100,1000"]
         page = pathlib.Path("report.html").resolve().as_uri()
-        subprocess.run(["chromium", *window, f"--screenshot={path}", page], check=True, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            ["chromium", *window, f"--screenshot={path}", page],
+            check=True,
+            stderr=subprocess.DEVNULL,
+        )
         os.chdir(before)
 
 
@@ -212,6 +239,7 @@ def schedules(path: pathlib.Path) -> None:
     figure.savefig(path)
     plt.close(figure)
 
+
 # Rates that transfer.
 
 WIDTHS = (64, 128, 256, 512, 1024)
@@ -225,37 +253,49 @@ def _mlp(key, width):
 
 
 def _mlp_loss(params, x, y):
-    hidden = jax.nn.relu(jax.nn.relu(x @ params["in"]) @ params["hidden"]["kernel"] + params["hidden"]["bias"])
+    hidden = jax.nn.relu(
+        jax.nn.relu(x @ params["in"]) @ params["hidden"]["kernel"] + params["hidden"]["bias"]
+    )
     log_p = jax.nn.log_softmax(hidden @ params["out"])
     return -jnp.mean(jnp.take_along_axis(log_p, y[:, None], axis=1))
 
 
 def _losses(width, rates, batches, with_factors):
-    """The loss at the end of a run, for each rate: the mean over two seeds and the last tenth of the steps."""
-    shapes = [jax.eval_shape(lambda one=one: _mlp(jax.random.key(0), one)) for one in (WIDTHS[0], width)]
+    """The loss at the end of a run, for each rate.
+
+    It is the mean over two seeds and the last tenth of the steps.
+    """
+    shapes = [
+        jax.eval_shape(lambda one=one: _mlp(jax.random.key(0), one)) for one in (WIDTHS[0], width)
+    ]
     factors = jstep.mup(*shapes)
 
     def run(rate, seed):
         optimizer, params = jstep.adam(rate), _mlp(jax.random.key(seed), width)
         if with_factors:
-            optimizer, params = jstep.chain(optimizer, jstep.scale_updates(factors.rates)), factors.initial(params)
+            optimizer = jstep.chain(optimizer, jstep.scale_updates(factors.rates))
+            params = factors.initial(params)
         step = jstep.minimize(_mlp_loss, optimizer, jit=False)
         state = jstep.TrainState.create(params, optimizer)
         losses = jax.lax.scan(lambda state, batch: step(state, *batch), state, batches)[1]["loss"]
         return jnp.mean(losses[-len(losses) // 10 :])
 
-    return np.mean([jax.lax.map(lambda rate, seed=seed: run(rate, seed), rates) for seed in range(4)], axis=0)
+    return np.mean(
+        [jax.lax.map(lambda rate, seed=seed: run(rate, seed), rates) for seed in range(4)], axis=0
+    )
 
 
 def _minimum(rates, losses):
-    """The minimum of the parabola, in log rate, through the five points around the smallest loss."""
+    """The minimum of the parabola, in log rate, through five points around the smallest loss."""
     best = int(np.clip(np.argmin(losses), 2, len(rates) - 3))
-    a, b, _ = np.polyfit(np.log2(rates[best - 2 : best + 3]), np.log(losses[best - 2 : best + 3]), 2)
+    a, b, _ = np.polyfit(
+        np.log2(rates[best - 2 : best + 3]), np.log(losses[best - 2 : best + 3]), 2
+    )
     return 2 ** (-b / (2 * a))
 
 
 def width_transfer(path: pathlib.Path) -> None:
-    """Loss over learning rate at five widths, without the factors of `mup` and with them, and where it is smallest."""
+    """Loss over learning rate at five widths, with and without `mup`'s factors, and its minima."""
     images, labels = _digits()
     rows = np.random.default_rng(0).integers(0, 1400, (40, 64))
     batches = jnp.asarray(images[rows]), jnp.asarray(labels[rows])
@@ -269,13 +309,18 @@ def width_transfer(path: pathlib.Path) -> None:
             color = mpl.colormaps["viridis_r"](0.15 + 0.2 * i)
             axes[column].loglog(rates, losses, color=color, linewidth=1.4, label=str(width), base=2)
             axes[column].axvline(best[-1], color=color, linestyle=(0, (1, 3)), linewidth=1.2)
-        print(f"with factors: {with_factors}, best rates 2^{np.round(np.log2(best), 2)} at widths {WIDTHS}")
+        print(
+            f"with factors: {with_factors}, best rates "
+            f"2^{np.round(np.log2(best), 2)} at widths {WIDTHS}"
+        )
         name = "rates and initial values by mup" if with_factors else "one rate for all"
         axes[column].set_title(name, fontsize=9, loc="left")
         axes[column].set_ylabel("training loss after 40 steps")
         axes[column].set_ylim(2.0**-4.5, 2.0**1.5)
         axes[column].set_xlabel("learning rate")
-        axes[2].loglog(WIDTHS, best, marker="o", base=2, color=BLUE if with_factors else GREY, label=name)
+        axes[2].loglog(
+            WIDTHS, best, marker="o", base=2, color=BLUE if with_factors else GREY, label=name
+        )
     axes[1].legend(frameon=False, title="width", fontsize=8, loc="lower left")
     axes[2].set_xlabel("width")
     axes[2].set_ylim(2.0**-10, 2.0**-3)
@@ -297,7 +342,9 @@ def _language_run(directory: str) -> None:
     optimizer = jstep.adam(1e-3)
     params = char_lm.init_params(jax.random.key(0))
     held_out = [jstep.batches(held_out_rows, batch_size=256)[0]]
-    evaluate = jstep.evaluator(lambda params, rows: {"loss": char_lm.loss_fn(params, rows)}, held_out)
+    evaluate = jstep.evaluator(
+        lambda params, rows: {"loss": char_lm.loss_fn(params, rows)}, held_out
+    )
     jstep.train(
         jstep.minimize(char_lm.loss_fn, optimizer),
         jstep.TrainState.create(params, optimizer),
@@ -311,7 +358,7 @@ def _language_run(directory: str) -> None:
 
 
 def _score_run(directory: str | None, curve: pathlib.Path, kill_at: int) -> None:
-    """Runs `examples/score.py` up to step 400, and writes a line at every step; kills its own process at a step."""
+    """Runs `examples/score.py` up to step 400; a line at every step; kills itself at a step."""
     sys.path.insert(0, str(EXAMPLES))
     import score
 
@@ -339,12 +386,15 @@ def _score_run(directory: str | None, curve: pathlib.Path, kill_at: int) -> None
 
 
 def score(path: pathlib.Path) -> None:
-    """A whole run in which everything changes, killed in three phases, over one that is not killed."""
+    """A whole run in which everything changes, killed in three phases, over one not killed."""
     stops = (130, 230, 330)
     with tempfile.TemporaryDirectory() as folder:
         killed, whole = pathlib.Path(folder, "killed"), pathlib.Path(folder, "whole")
         for kill_at in (*stops, 0):
-            subprocess.run([sys.executable, __file__, "--score", folder, killed, str(kill_at)], check=kill_at == 0)
+            subprocess.run(
+                [sys.executable, __file__, "--score", folder, killed, str(kill_at)],
+                check=kill_at == 0,
+            )
         _score_run(None, whole, 0)
         prints = [curve.with_suffix(".fingerprint").read_text() for curve in (killed, whole)]
         assert prints[0] == prints[1], "the run that was killed is not the run that was not"
@@ -357,8 +407,12 @@ def score(path: pathlib.Path) -> None:
             axis.axvline(stop, color=RED, linestyle=(0, (4, 3)), linewidth=1.2)
         for edge in (100, 200, 300):
             axis.axvline(edge, color=GREY, linewidth=0.6)
-    axes[0].plot(whole[:, 0], whole[:, 1], color=GREY, linewidth=4, alpha=0.5, label="never stopped")
-    axes[0].plot(killed[:, 0], killed[:, 1], color=BLUE, linewidth=0.9, label="killed at 130, 230 and 330")
+    axes[0].plot(
+        whole[:, 0], whole[:, 1], color=GREY, linewidth=4, alpha=0.5, label="never stopped"
+    )
+    axes[0].plot(
+        killed[:, 0], killed[:, 1], color=BLUE, linewidth=0.9, label="killed at 130, 230 and 330"
+    )
     axes[0].set_ylabel("loss")
     axes[0].legend(framealpha=1, edgecolor="none", loc="upper right")
     axes[0].set_title(f"fingerprint of both at step 400: {prints[0]}", fontsize=9, loc="left")
@@ -395,10 +449,18 @@ def optimizers(path: pathlib.Path) -> None:
     shown = ["AdamW", "Lion", "Muon + AdamW", "NorMuonH", "schedule-free", "Adafactor"]
     figure, axis = plt.subplots(figsize=(8, 3.8))
     for i, name in enumerate(shown):
-        losses, _, _ = recipes.train(*named[name], jstep.batches(rows, batch_size=16, seed=0), steps, 0)
+        losses, _, _ = recipes.train(
+            *named[name], jstep.batches(rows, batch_size=16, seed=0), steps, 0
+        )
         smooth = np.convolve(losses, np.ones(10) / 10, "valid")
         color = mpl.colormaps["Dark2"](i)
-        axis.plot(np.arange(10, steps + 1), smooth, label=f"{name}: {smooth[-1]:.2f}", color=color, linewidth=1.4)
+        axis.plot(
+            np.arange(10, steps + 1),
+            smooth,
+            label=f"{name}: {smooth[-1]:.2f}",
+            color=color,
+            linewidth=1.4,
+        )
     axis.set_ylim(1.9, 3.4)
     axis.set_xlim(0, steps)
     axis.set_xlabel("global_step")
@@ -419,14 +481,22 @@ def early_stopping(path: pathlib.Path) -> None:
 
     optimizer = jstep.adam(3e-3)
     keys = jax.random.split(jax.random.key(1))
-    params = {"in": jax.random.normal(keys[0], (64, 256)) / 8, "out": jax.random.normal(keys[1], (256, 10)) / 16}
+    params = {
+        "in": jax.random.normal(keys[0], (64, 256)) / 8,
+        "out": jax.random.normal(keys[1], (256, 10)) / 16,
+    }
     curves: dict[str, list] = {"train": [], "validation": []}
     evaluate = jstep.evaluator(
-        lambda params, batch: {"loss": losses(params, batch)}, [{"x": images[held_out], "y": labels[held_out]}]
+        lambda params, batch: {"loss": losses(params, batch)},
+        [{"x": images[held_out], "y": labels[held_out]}],
     )
     with tempfile.TemporaryDirectory() as folder:
         keep, stop = jstep.KeepBest(folder, "loss"), jstep.EarlyStopping("loss", patience=8)
-        callbacks = [keep, stop, lambda step, _, results: curves["validation"].append((step, results["loss"]))]
+        callbacks = [
+            keep,
+            stop,
+            lambda step, _, results: curves["validation"].append((step, results["loss"])),
+        ]
         state = jstep.train(
             jstep.minimize(lambda params, batch: losses(params, batch).mean(), optimizer),
             jstep.TrainState.create(params, optimizer),
@@ -434,7 +504,10 @@ def early_stopping(path: pathlib.Path) -> None:
             last_step=5000,
             hooks=[
                 jstep.EvaluationHook(evaluate, every_n_steps=10, callbacks=callbacks),
-                jstep.every(2, lambda step, _, metrics: curves["train"].append((step, float(metrics["loss"])))),
+                jstep.every(
+                    2,
+                    lambda step, _, metrics: curves["train"].append((step, float(metrics["loss"]))),
+                ),
             ],
             progress=False,
         )
@@ -442,10 +515,18 @@ def early_stopping(path: pathlib.Path) -> None:
     train_loss, validation = (np.array(curves[name]) for name in ("train", "validation"))
     figure, axis = plt.subplots(figsize=(8, 3))
     axis.plot(*train_loss.T, color=GREY, linewidth=0.9, label="training loss")
-    axis.plot(*validation.T, color=BLUE, linewidth=1.4, marker=".", markersize=4, label="validation loss")
+    axis.plot(
+        *validation.T, color=BLUE, linewidth=1.4, marker=".", markersize=4, label="validation loss"
+    )
     axis.axvline(best, color="#16a085", linewidth=1.2, label=f"KeepBest: best-{best}")
     last = int(state.global_step)
-    axis.axvline(last, color=RED, linestyle=(0, (4, 3)), linewidth=1.2, label=f"EarlyStopping(patience=8): {last}")
+    axis.axvline(
+        last,
+        color=RED,
+        linestyle=(0, (4, 3)),
+        linewidth=1.2,
+        label=f"EarlyStopping(patience=8): {last}",
+    )
     axis.set_xlim(0, last * 1.02)
     axis.set_xlabel("global_step")
     axis.set_ylim(0, 1.6)
@@ -456,7 +537,10 @@ def early_stopping(path: pathlib.Path) -> None:
 
 
 def layer_norms(path: pathlib.Path) -> None:
-    """The norms of each layer's gradient and update: Adam's updates are alike where gradients differ by far."""
+    """The norms of each layer's gradient and update.
+
+    Adam's updates are alike where gradients differ by far.
+    """
     images, labels = _digits()
     sizes, optimizer, last_step = [64, 128, 128, 128, 10], jstep.adamw(3e-4), 120
     keys = jax.random.split(jax.random.key(0), len(sizes) - 1)
@@ -474,7 +558,11 @@ def layer_norms(path: pathlib.Path) -> None:
 
     def norms_of_layers(gradients, updates, params):
         named = {"grad_norm": gradients, "update_norm": updates}
-        return {f"{name}/{k}": v for name, tree in named.items() for k, v in jstep.layer_norms(tree).items()}
+        return {
+            f"{name}/{k}": v
+            for name, tree in named.items()
+            for k, v in jstep.layer_norms(tree).items()
+        }
 
     found: list[dict[str, float]] = []
     jstep.train(
@@ -482,7 +570,11 @@ def layer_norms(path: pathlib.Path) -> None:
         jstep.TrainState.create(params, optimizer),
         jstep.batches((images, labels), batch_size=512, seed=0),
         last_step,
-        hooks=[jstep.every(1, lambda step, _, metrics: found.append({k: float(v) for k, v in metrics.items()}))],
+        hooks=[
+            jstep.every(
+                1, lambda step, _, metrics: found.append({k: float(v) for k, v in metrics.items()})
+            )
+        ],
         progress=False,
     )
     figure, axes = plt.subplots(1, 2, figsize=(8, 3))
@@ -517,14 +609,26 @@ def goodput(path: pathlib.Path) -> None:
     left = 0.0
     for name, color in PARTS_OF_TIME.items():
         seconds = getattr(found, name)
-        axis.barh(0, seconds, left=left, color=color, label=f"{name} {seconds:.1f} s ({seconds / found.total:.0%})")
+        axis.barh(
+            0,
+            seconds,
+            left=left,
+            color=color,
+            label=f"{name} {seconds:.1f} s ({seconds / found.total:.0%})",
+        )
         left += seconds
     axis.set_xlim(0, found.total)
     axis.set_yticks([])
     axis.spines["left"].set_visible(False)
     axis.set_xlabel("seconds")
     axis.set_title(f"{found.steps} steps in {found.starts} starts", fontsize=9, loc="left")
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
+    figure.legend(
+        *axis.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        fontsize=8.5,
+    )
     figure.savefig(path)
     plt.close(figure)
     print(found)
@@ -535,27 +639,36 @@ def _box(x, y, width, height, text, fill=PAPER, ink=INK, bold=False) -> str:
     middle = y + height / 2 - 8.5 * (len(lines) - 1) + 4.5
     weight = ' font-weight="600"' if bold else ""
     words = "".join(
-        f'<text x="{x + width / 2}" y="{middle + 17 * i}" text-anchor="middle" fill="{ink}"{weight}>{line}</text>'
+        f'<text x="{x + width / 2}" y="{middle + 17 * i}" text-anchor="middle" '
+        f'fill="{ink}"{weight}>{line}</text>'
         for i, line in enumerate(lines)
     )
-    frame = f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="8" fill="{fill}" stroke="{BLUE}"/>'
+    frame = (
+        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" '
+        f'rx="8" fill="{fill}" stroke="{BLUE}"/>'
+    )
     return frame + words
 
 
 def _arrow(x1, y1, x2, y2) -> str:
-    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{BLUE}" stroke-width="1.6" marker-end="url(#tip)"/>'
+    return (
+        f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{BLUE}" '
+        'stroke-width="1.6" marker-end="url(#tip)"/>'
+    )
 
 
 def _svg(path: pathlib.Path, width: int, height: int, *parts: str) -> None:
     tip = (
-        '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
+        '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
+        'markerHeight="8" orient="auto">'
         f'<path d="M0,0 L8,4 L0,8 z" fill="{BLUE}"/></marker>'
     )
     ground = f'<rect width="{width}" height="{height}" rx="10" fill="#ffffff"/>'
     body = "\n".join(parts)
     path.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'font-family="Helvetica, Arial, sans-serif" font-size="14">\n<defs>{tip}</defs>\n{ground}\n{body}\n</svg>\n'
+        'font-family="Helvetica, Arial, sans-serif" '
+        f'font-size="14">\n<defs>{tip}</defs>\n{ground}\n{body}\n</svg>\n'
     )
 
 
@@ -597,10 +710,13 @@ def commit(path: pathlib.Path) -> None:
     parts = []
     for i, ((text, x), width) in enumerate(zip(stages, widths, strict=True)):
         last = i == len(stages) - 1
-        parts.append(_box(x, 40, width, 60, text, BLUE if last else PAPER, "#ffffff" if last else INK, bold=last))
+        fill, ink = (BLUE, "#ffffff") if last else (PAPER, INK)
+        parts.append(_box(x, 40, width, 60, text, fill, ink, bold=last))
         if i:
             parts.append(_arrow(stages[i - 1][1] + widths[i - 1] + 3, 70, x - 3, 70))
-    parts.append(f'<text x="62" y="126" text-anchor="middle" fill="{GREY}">the loop continues</text>')
+    parts.append(
+        f'<text x="62" y="126" text-anchor="middle" fill="{GREY}">the loop continues</text>'
+    )
     label = "killed anywhere here: the previous checkpoint is the newest, and complete"
     parts.append(f'<text x="420" y="150" text-anchor="middle" fill="{RED}">{label}</text>')
     parts.append(f'<path d="M156 118 v8 h526 v-8" fill="none" stroke="{RED}"/>')
@@ -625,12 +741,19 @@ def saves(path: pathlib.Path) -> None:
         )
         if kept:
             label = f'<text x="{x}" y="{top - 38}" text-anchor="middle" fill="{BLUE}">kept</text>'
-            parts += [label, f'<text x="{x}" y="{top + 20}" text-anchor="middle" fill="{INK}">{seconds} s</text>']
+            parts += [
+                label,
+                f'<text x="{x}" y="{top + 20}" text-anchor="middle" '
+                f'fill="{INK}">{seconds} s</text>',
+            ]
     words = (
         (at(310), top - 24, GREY, "temporary: each is replaced by the next"),
         (at(1285), top + 36, RED, "the newest"),
     )
-    parts += [f'<text x="{x}" y="{y}" text-anchor="middle" fill="{color}">{text}</text>' for x, y, color, text in words]
+    parts += [
+        f'<text x="{x}" y="{y}" text-anchor="middle" fill="{color}">{text}</text>'
+        for x, y, color, text in words
+    ]
     _svg(path, 780, 118, *parts)
 
 
@@ -649,8 +772,13 @@ def resume(path: pathlib.Path) -> None:
     def end_of(iteration: int) -> float:
         return left + 3 * cell * iteration
 
-    def label(x: float, y: float, text: str, color: str = INK, anchor: str = "middle", size: float = 12.5) -> None:
-        parts.append(f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{color}" font-size="{size}">{text}</text>')
+    def label(
+        x: float, y: float, text: str, color: str = INK, anchor: str = "middle", size: float = 12.5
+    ) -> None:
+        parts.append(
+            f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{color}" '
+            f'font-size="{size}">{text}</text>'
+        )
 
     for iteration in range(1, 11):
         label(end_of(iteration) - 1.5 * cell, 28, str(iteration))
@@ -666,10 +794,15 @@ def resume(path: pathlib.Path) -> None:
                 parts.append(f'<rect {box} fill="{colors[part]}" stroke="{BLUE}"/>')
         for iteration in saved:
             x = end_of(iteration)
-            parts.append(f'<line x1="{x}" y1="{top - 9}" x2="{x}" y2="{top + 40}" stroke="{RED}" stroke-width="3"/>')
+            parts.append(
+                f'<line x1="{x}" y1="{top - 9}" x2="{x}" y2="{top + 40}" '
+                f'stroke="{RED}" stroke-width="3"/>'
+            )
             label(x, top + 54, "checkpoint", RED)
     kill_x = end_of(5) + 2 * cell
-    parts.append(f'<path d="M{kill_x} 54 v42" stroke="{INK}" stroke-width="2" stroke-dasharray="4 3"/>')
+    parts.append(
+        f'<path d="M{kill_x} 54 v42" stroke="{INK}" stroke-width="2" stroke-dasharray="4 3"/>'
+    )
     label(kill_x + 8, 79, "SIGKILL in a hook of iteration 6", anchor="start")
     label(end_of(4.5) - 6, 208, "4, 5 and 6 run again, from the newest checkpoint")
     label(end_of(8) + 8, 154, "SIGTERM during 8:", anchor="start")
@@ -678,7 +811,9 @@ def resume(path: pathlib.Path) -> None:
     label(end_of(8) - 10, 248, words, anchor="end")
     for i, text in enumerate(("train step", "hooks", "body of your loop")):
         x = left + (0, 110, 190)[i]
-        parts.append(f'<rect x="{x}" y="302" width="15" height="15" fill="{colors[i]}" stroke="{BLUE}"/>')
+        parts.append(
+            f'<rect x="{x}" y="302" width="15" height="15" fill="{colors[i]}" stroke="{BLUE}"/>'
+        )
         label(x + 22, 314, text, anchor="start")
     _svg(path, 850, 334, *parts)
 
@@ -696,14 +831,18 @@ def layouts(path: pathlib.Path) -> None:
         start = 118 + 178 * i
         centered = f'x="{start + 74}" y="30" text-anchor="middle"'
         parts.append(f'<text {centered} font-weight="600" fill="{INK}">{title}</text>')
-        for row, (name, share) in enumerate((("parameters", shares[0]), ("slots", shares[1]), ("batch", 0))):
+        named = (("parameters", shares[0]), ("slots", shares[1]), ("batch", 0))
+        for row, (name, share) in enumerate(named):
             top = 52 + 78 * row
             if i == 0:
                 parts.append(f'<text x="14" y="{top + 30}" fill="{INK}">{name}</text>')
             whole = name == "batch" and model
             for device in range(4):
                 left = start + 37 * device
-                parts.append(f'<rect x="{left}" y="{top}" width="32" height="52" fill="{PAPER}" stroke="{GREY}"/>')
+                parts.append(
+                    f'<rect x="{left}" y="{top}" width="32" '
+                    f'height="52" fill="{PAPER}" stroke="{GREY}"/>'
+                )
                 color = "#16a085" if name == "batch" else BLUE
                 if share == 4 or whole:
                     box = (left, top, 32, 52)
@@ -712,9 +851,13 @@ def layouts(path: pathlib.Path) -> None:
                 else:
                     box = (left, top + 13 * device, 32, 13)
                 x, y, width, height = box
-                parts.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{color}" opacity="0.85"/>')
+                parts.append(
+                    f'<rect x="{x}" y="{y}" width="{width}" height="{height}" '
+                    f'fill="{color}" opacity="0.85"/>'
+                )
     parts.append(
-        f'<text x="118" y="288" fill="{INK}" font-size="12.5">Four devices each; the colored part of an array is '
+        f'<text x="118" y="288" fill="{INK}" font-size="12.5">Four devices each; '
+        "the colored part of an array is "
         "what that device stores.</text>"
     )
     _svg(path, 836, 304, *parts)

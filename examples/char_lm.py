@@ -1,13 +1,14 @@
 """A small character-level transformer trained on Python code, on one or several devices.
 
-    python examples/char_lm.py                         # less than a minute on two CPU cores
-    python examples/char_lm.py --mesh data=4,model=2   # the same run on eight devices (virtual ones on a CPU)
-    python examples/char_lm.py --mesh data=8 --fsdp    # each device holds an eighth of the parameters and slots
-    python examples/char_lm.py --dir runs/char_lm      # save checkpoints and curves; the same command resumes
+    python examples/char_lm.py                        # less than a minute on two CPU cores
+    python examples/char_lm.py --mesh data=4,model=2  # the same run on eight devices
+    python examples/char_lm.py --mesh data=8 --fsdp   # each device holds an eighth of the state
+    python examples/char_lm.py --dir runs/char_lm     # save checkpoints and curves, or resume
 
-The corpus is Python's standard library; an example starts at every position of it. The model is plain JAX. A mesh
-changes the sharding of parameters and batches, which takes two arguments (`param_specs`, `batch_sharding`) and one
-line of the model (`split_by_rows`); the losses stay the same. A run with --dir may resume on another mesh.
+The corpus is Python's standard library; an example starts at every position of it. The model is
+plain JAX. A mesh changes the sharding of parameters and batches, which takes two arguments
+(`param_specs`, `batch_sharding`) and one line of the model (`split_by_rows`); the losses stay the
+same. A run with --dir may resume on another mesh. On a CPU the devices are virtual.
 """
 
 import argparse
@@ -32,12 +33,15 @@ PROMPT = "def "
 
 
 def load():
-    """Training and held-out windows of CONTEXT + 1 characters, (n, 65), as views that take no memory."""
+    """Training and held-out windows of CONTEXT + 1 characters, (n, 65): views without memory."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = np.concatenate([np.frombuffer(path.read_bytes(), np.uint8) for path in files])
     text = text[text < CHARACTERS]  # ASCII
     cut = len(text) * 19 // 20
-    return [np.lib.stride_tricks.sliding_window_view(part, CONTEXT + 1) for part in (text[:cut], text[cut:])]
+    return [
+        np.lib.stride_tricks.sliding_window_view(part, CONTEXT + 1)
+        for part in (text[:cut], text[cut:])
+    ]
 
 
 def init_params(key):
@@ -79,10 +83,11 @@ def param_specs(mesh, fsdp=False):
 
 
 def split_by_rows(x):
-    """Shard activations over the rows of the batch; return x unchanged if no mesh with a data axis is set.
+    """Shard activations over the rows of the batch, if a mesh with a data axis is set.
 
-    Without it, and with an embedding that is sharded over the data axis (FSDP), XLA may shard the activations by
-    features instead, and then communicate the activations of the whole batch rather than only weights.
+    Without it, and with an embedding that is sharded over the data axis (FSDP), XLA may shard the
+    activations by features instead, and then communicate the activations of the whole batch rather
+    than only weights.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return jax.lax.with_sharding_constraint(x, P("data")) if "data" in mesh.shape else x
@@ -115,13 +120,14 @@ def loss_fn(params, windows):
 
 @functools.partial(jax.jit, static_argnames="length")
 def continue_text(params, prompt, key, length, temperature=0.8):
-    """Sample a continuation of the prompt by `length` characters, each given the CONTEXT characters before it."""
+    """Continue the prompt by `length` sampled characters, each given the CONTEXT before it."""
     end = len(prompt) + length
     text = jnp.zeros(max(end, CONTEXT), jnp.uint8).at[: len(prompt)].set(prompt)
 
     def draw(text, i):
         start = jnp.maximum(i - CONTEXT, 0)
-        window = jax.lax.dynamic_slice(text, (start,), (CONTEXT,))  # positions from i on are ignored
+        # Positions from i on are ignored.
+        window = jax.lax.dynamic_slice(text, (start,), (CONTEXT,))
         logits = predict(params, window[None])[0, i - 1 - start]
         drawn = jax.random.categorical(jax.random.fold_in(key, i), logits / temperature)
         return text.at[i].set(drawn.astype(jnp.uint8)), None
@@ -147,7 +153,8 @@ def make_mesh(text):
     jax.config.update("jax_num_cpu_devices", count)
     if count > jax.device_count():
         sys.exit(
-            f"--mesh {text} needs {count} devices, and JAX sees {jax.device_count()} ({jax.default_backend()}); "
+            f"--mesh {text} needs {count} devices, and JAX sees {jax.device_count()} "
+            f"({jax.default_backend()}); "
             "set JAX_PLATFORMS=cpu to run it on virtual ones"
         )
     return jax.make_mesh(tuple(shape.values()), tuple(shape), devices=jax.devices()[:count])
@@ -158,7 +165,10 @@ def parse_mesh(text):
     for part in text.split(","):
         name, _, size = part.partition("=")
         if name not in ("data", "model") or name in shape or not size.isdecimal() or int(size) < 1:
-            sys.exit(f"--mesh {text}: must be axes data and model with their sizes, such as data=4,model=2")
+            sys.exit(
+                f"--mesh {text}: must be axes data and model with their sizes, "
+                "such as data=4,model=2"
+            )
         shape[name] = int(size)
     return shape
 
@@ -166,14 +176,21 @@ def parse_mesh(text):
 def main(steps=600, seed=0, mesh=None, fsdp=False, directory=None):
     mesh = make_mesh(mesh) if mesh else None
     if fsdp and (mesh is None or "data" not in mesh.shape):
-        sys.exit("--fsdp splits the parameters over the axis data: give a mesh that has it, such as --mesh data=8")
+        sys.exit(
+            "--fsdp splits the parameters over the axis data: "
+            "give a mesh that has it, such as --mesh data=8"
+        )
     train_windows, held_out_windows = load()
     batches = jstep.batches(train_windows, batch_size=32, seed=seed)
     held_out = jstep.batches(held_out_windows, batch_size=256)[0]
 
     optimizer = jstep.chain(
         jstep.clip_gradients(by_global_norm=1.0),
-        jstep.adam(jstep.linear_warmup(jstep.cosine_decay(3e-3, decay_steps=600, alpha=0.1), warmup_steps=50)),
+        jstep.adam(
+            jstep.linear_warmup(
+                jstep.cosine_decay(3e-3, decay_steps=600, alpha=0.1), warmup_steps=50
+            )
+        ),
     )
     train_step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm",))
 
@@ -182,15 +199,25 @@ def main(steps=600, seed=0, mesh=None, fsdp=False, directory=None):
         state, rows = jstep.TrainState.create(make_params, optimizer), None
     else:
         # Apart from split_by_rows, only these lines depend on the mesh.
-        state = jstep.TrainState.create(make_params, optimizer, mesh=mesh, param_specs=param_specs(mesh, fsdp))
+        state = jstep.TrainState.create(
+            make_params, optimizer, mesh=mesh, param_specs=param_specs(mesh, fsdp)
+        )
         rows = NamedSharding(mesh, P("data" if "data" in mesh.shape else None))
-    print(f"{len(train_windows):,} training windows, {len(held_out_windows):,} held out, batch size 32")
+    print(
+        f"{len(train_windows):,} training windows, "
+        f"{len(held_out_windows):,} held out, batch size 32"
+    )
     print(state)
     if mesh is not None:
         held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.params))
-        print(f"{mesh.size} {jax.default_backend()} devices {dict(mesh.shape)}: {held / 1e6:.2f} MB of params on each")
+        print(
+            f"{mesh.size} {jax.default_backend()} devices {dict(mesh.shape)}: "
+            f"{held / 1e6:.2f} MB of params on each"
+        )
 
-    evaluate = jstep.evaluator(lambda params, windows: {"loss": loss_fn(params, windows)}, [held_out])
+    evaluate = jstep.evaluator(
+        lambda params, windows: {"loss": loss_fn(params, windows)}, [held_out]
+    )
     before = evaluate(state)["loss"]
     show_sample(state.params, "a sample before training", seed)
 
@@ -217,17 +244,32 @@ def main(steps=600, seed=0, mesh=None, fsdp=False, directory=None):
         f"held-out loss: {before:.4f} nats a character before, {after:.4f} after {steps} steps "
         f"({before / math.log(2):.2f} and {after / math.log(2):.2f} bits)"
     )
-    print(f"{seconds:.1f} s including compilation, {count * 32 * CONTEXT / seconds:,.0f} characters per second")
+    print(
+        f"{seconds:.1f} s including compilation, "
+        f"{count * 32 * CONTEXT / seconds:,.0f} characters per second"
+    )
     return before, after
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="the global step to train up to (default 600)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches and samples (default 0)")
-    parser.add_argument("--mesh", help="axes and sizes, such as data=4,model=2 (default: one device, no mesh)")
-    parser.add_argument("--fsdp", action="store_true", help="shard parameters and slots over the axis data as well")
-    parser.add_argument("--dir", dest="directory", help="save checkpoints and event files here (default: save none)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=600, help="the global step to train up to (default 600)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of weights, batches and samples (default 0)"
+    )
+    parser.add_argument(
+        "--mesh", help="axes and sizes, such as data=4,model=2 (default: one device, no mesh)"
+    )
+    parser.add_argument(
+        "--fsdp", action="store_true", help="shard parameters and slots over the axis data as well"
+    )
+    parser.add_argument(
+        "--dir", dest="directory", help="save checkpoints and event files here (default: save none)"
+    )
     try:
         main(**vars(parser.parse_args()))
     except KeyboardInterrupt:  # train has logged where it stopped, and saved if it has a directory

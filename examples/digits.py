@@ -1,16 +1,16 @@
-"""Handwritten digits: train a small convolutional network to more than 99 % accuracy in less than a minute.
+"""Handwritten digits: more than 99 % accuracy with a small convolutional network in a minute.
 
-    python examples/digits.py                          # press Ctrl-C and start it again: it resumes
+    python examples/digits.py                # press Ctrl-C and start it again: it resumes
     jstep report runs/digits -o digits.html  # the curves on a page
-    tensorboard --logdir runs/digits                   # also shows histograms, the hardest digits and the graph
+    tensorboard --logdir runs/digits         # also shows histograms, the hardest digits, the graph
 
-The images are the UCI handwritten digits that come with scikit-learn (1797 images of 8×8 pixels, no download).
-The network is plain JAX. The learning rate (a staircase), Adam's bias correction, the decay of the moving average
-of the weights, dropout and batches are functions of the global step, so a run that is interrupted and resumed ends
-with bitwise the same weights as an uninterrupted one.
+The images are the UCI handwritten digits that come with scikit-learn (1797 images of 8×8 pixels, no
+download). The network is plain JAX. The learning rate (a staircase), Adam's bias correction, the
+decay of the moving average of the weights, dropout and batches are functions of the global step, so
+a run that is interrupted and resumed ends with bitwise the same weights as an uninterrupted one.
 
-During training the network is evaluated on validation images. The run stops when the validation loss no longer
-improves, and the best weights are evaluated on the test images.
+During training the network is evaluated on validation images. The run stops when the validation
+loss no longer improves, and the best weights are evaluated on the test images.
 """
 
 import argparse
@@ -29,7 +29,8 @@ import jstep
 def load():
     """Training, validation and test sets: images (n, 8, 8, 1) in [0, 1] and labels."""
     images, labels = load_digits(return_X_y=True)
-    images, labels = (images / 16.0).astype(np.float32).reshape(-1, 8, 8, 1), labels.astype(np.int32)
+    images = (images / 16.0).astype(np.float32).reshape(-1, 8, 8, 1)
+    labels = labels.astype(np.int32)
     images, test_images, labels, test_labels = train_test_split(
         images, labels, test_size=0.25, random_state=0, stratify=labels
     )
@@ -41,7 +42,12 @@ def load():
 
 def init_params(key):
     """Two convolutions and two dense layers, He-initialized."""
-    shapes = {"conv1": (3, 3, 1, 32), "conv2": (3, 3, 32, 64), "dense1": (4 * 4 * 64, 128), "dense2": (128, 10)}
+    shapes = {
+        "conv1": (3, 3, 1, 32),
+        "conv2": (3, 3, 32, 64),
+        "dense1": (4 * 4 * 64, 128),
+        "dense2": (128, 10),
+    }
     params = {}
     for name, shape in shapes.items():
         key, sub = jax.random.split(key)
@@ -55,7 +61,10 @@ def init_params(key):
 
 def convolve(layer, x):
     dims = ("NHWC", "HWIO", "NHWC")
-    return jax.lax.conv_general_dilated(x, layer["kernel"], (1, 1), "SAME", dimension_numbers=dims) + layer["bias"]
+    return (
+        jax.lax.conv_general_dilated(x, layer["kernel"], (1, 1), "SAME", dimension_numbers=dims)
+        + layer["bias"]
+    )
 
 
 def dense(layer, x):
@@ -91,14 +100,18 @@ def metrics(params, images, labels):
 
 def one_pass(examples):
     """Batches of all examples in order, the last one smaller."""
-    return jstep.batches(examples, batch_size=128, shuffle=False, num_epochs=1, drop_remainder=False)
+    return jstep.batches(
+        examples, batch_size=128, shuffle=False, num_epochs=1, drop_remainder=False
+    )
 
 
 def make_optimizer():
     return jstep.with_moving_average(
         jstep.chain(
             jstep.clip_gradients(by_global_norm=1.0),
-            jstep.adam(jstep.exponential_decay(2e-3, decay_steps=200, decay_rate=0.7, staircase=True)),
+            jstep.adam(
+                jstep.exponential_decay(2e-3, decay_steps=200, decay_rate=0.7, staircase=True)
+            ),
         ),
         jstep.ExponentialMovingAverage(0.99, num_updates=True),
     )
@@ -111,36 +124,54 @@ def tile(pictures, columns=8, scale=8):
     rows = -(-n // columns)
     sheet = np.full((rows * columns, h + 1, w + 1), 0.5, np.float32)  # a gray line between them
     sheet[:n, :h, :w] = pictures
-    sheet = sheet.reshape(rows, columns, h + 1, w + 1).swapaxes(1, 2).reshape(rows * (h + 1), columns * (w + 1))
+    sheet = (
+        sheet.reshape(rows, columns, h + 1, w + 1)
+        .swapaxes(1, 2)
+        .reshape(rows * (h + 1), columns * (w + 1))
+    )
     return sheet.repeat(scale, 0).repeat(scale, 1)[None, :, :, None]
 
 
 def write_hardest(writer, state, images, labels):
-    """Print which test digits the averaged weights misclassify, and write an image of the 16 with the largest loss."""
+    """Print the test digits that the averaged weights misclassify; draw the 16 of largest loss."""
     params = jstep.averaged_params(state)
     guesses = np.asarray(predict(params, images).argmax(-1))
     wrong = np.flatnonzero(guesses != labels)
     which = ", ".join(f"a {labels[i]} classified as {guesses[i]}" for i in wrong)
     print(f"{len(wrong)} mistakes{f': {which}' if which else ''}")
     hardest = np.argsort(-np.asarray(metrics(params, images, labels)["loss"]))[:16]
-    writer.add_summary(jstep.summary.image("hardest", tile(images[hardest, :, :, 0]), max_images=1), state.global_step)
+    writer.add_summary(
+        jstep.summary.image("hardest", tile(images[hardest, :, :, 0]), max_images=1),
+        state.global_step,
+    )
 
 
 def main(steps=1500, seed=0, directory=None):
     directory = pathlib.Path(directory or f"runs/digits/seed{seed}")
     training, validation, testing = load()
-    print(f"{len(training[0])} training, {len(validation[0])} validation and {len(testing[0])} test images")
+    print(
+        f"{len(training[0])} training, {len(validation[0])} validation "
+        f"and {len(testing[0])} test images"
+    )
 
     optimizer = make_optimizer()
     state = jstep.TrainState.create(init_params(jax.random.key(seed)), optimizer)
-    train_step = jstep.minimize(loss_fn, optimizer, has_aux=True, rng=jax.random.key(seed + 1), metrics=("grad_norm",))
+    train_step = jstep.minimize(
+        loss_fn, optimizer, has_aux=True, rng=jax.random.key(seed + 1), metrics=("grad_norm",)
+    )
     batches = jstep.batches(training, batch_size=64, seed=seed)
     print(state)
 
     if newest := jstep.latest_checkpoint(directory, "model"):
-        print(f"found {newest}: resuming from it; to start from scratch, delete {directory} or pass another --dir")
+        print(
+            f"found {newest}: resuming from it; "
+            f"to start from scratch, delete {directory} or pass another --dir"
+        )
     else:
-        print(f"checkpoints and event files are written to {directory}; press Ctrl-C to stop, run again to resume")
+        print(
+            f"checkpoints and event files are written to {directory}; "
+            "press Ctrl-C to stop, run again to resume"
+        )
         with jstep.summary.SummaryWriter(directory) as writer:
             writer.add_graph(train_step, state, *batches[0])
 
@@ -175,9 +206,11 @@ def main(steps=1500, seed=0, directory=None):
         write_hardest(writer, best, *testing)
     raw = jstep.evaluator(metrics, one_pass(testing))(best)["accuracy"]
     averaged = jstep.evaluator(metrics, one_pass(testing), use_averages=True)(best)["accuracy"]
-    fingerprint = "{:08x}{:08x}".format(*jstep.fingerprint(best.params))  # equal if two runs are bitwise identical
+    # Fingerprints are equal if two runs are bitwise identical.
+    fingerprint = "{:08x}{:08x}".format(*jstep.fingerprint(best.params))
     print(
-        f"test accuracy of the best weights, after {jstep.global_step(best)} updates: {raw:.4f} raw, {averaged:.4f} "
+        f"test accuracy of the best weights, after {jstep.global_step(best)} updates: "
+        f"{raw:.4f} raw, {averaged:.4f} "
         f"averaged weights (fingerprint of the weights: {fingerprint})"
     )
     print(f"a page with its curves: jstep report {directory}")
@@ -185,10 +218,18 @@ def main(steps=1500, seed=0, directory=None):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1500, help="the global step to train up to (default 1500)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, dropout and batches (default 0)")
-    parser.add_argument("--dir", dest="directory", help="directory of the run (default runs/digits/seedSEED)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1500, help="the global step to train up to (default 1500)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of weights, dropout and batches (default 0)"
+    )
+    parser.add_argument(
+        "--dir", dest="directory", help="directory of the run (default runs/digits/seedSEED)"
+    )
     try:
         main(**vars(parser.parse_args()))
     except KeyboardInterrupt:  # train has saved and logged it

@@ -1,11 +1,12 @@
-"""Deep Q-learning (DQN) on CartPole in a custom training loop: environments and replay buffer in NumPy.
+"""Deep Q-learning (DQN) on CartPole in a custom loop: environments, replay buffer in NumPy.
 
-    python examples/dqn.py                   # less than a minute on two CPU cores
-    python examples/dqn.py --dir runs/dqn    # save checkpoints; kill it anytime: the same command resumes
+    python examples/dqn.py                 # less than a minute on two CPU cores
+    python examples/dqn.py --dir runs/dqn  # save checkpoints; the same command resumes
 
-The loop is the usual one: act, write to the buffer, draw a batch, take a step. `jstep.Run` around it saves and restores
-the training state, and the objects passed to `from_loop`: the carts, the buffer and the random generator. So a run that
-is killed and restarted ends with bitwise the same state as an uninterrupted one.
+The loop is the usual one: act, write to the buffer, draw a batch, take a step. `jstep.Run` around
+it saves and restores the training state, and the objects passed to `from_loop`: the carts, the
+buffer and the random generator. So a run that is killed and restarted ends with bitwise the same
+state as an uninterrupted one.
 """
 
 import argparse
@@ -22,7 +23,7 @@ LONGEST = 500
 
 
 class CartPoles:
-    """Several carts with the equations of gym's CartPole-v1; where an episode ends, a new one begins."""
+    """Several carts with the equations of gym's CartPole-v1; ended episodes begin again."""
 
     def __init__(self, count, seed):
         self.rng = np.random.default_rng(seed)
@@ -33,7 +34,10 @@ class CartPoles:
         return self.rng.uniform(-0.05, 0.05, (count, 4)).astype(np.float32)
 
     def push(self, action):
-        """Push each cart; return what is seen then, and which poles fell. Episodes end after LONGEST pushes, too."""
+        """Push each cart; return what is seen then, and which poles fell.
+
+        Episodes end after LONGEST pushes, too.
+        """
         _, speed, angle, spin = self.seen.T
         sin, cos = np.sin(angle), np.cos(angle)
         force = (20.0 * action - 10.0 + 0.05 * spin**2 * sin) / 1.1
@@ -52,11 +56,16 @@ class CartPoles:
 
 
 class Buffer:
-    """The newest rows, in arrays; its arguments are one row: `Buffer(8192, seen=np.zeros(4), done=False)`."""
+    """The newest rows, in arrays.
+
+    Its arguments are one row: `Buffer(8192, seen=np.zeros(4), done=False)`.
+    """
 
     def __init__(self, capacity, **row):
         self.count = 0
-        self.rows = {name: np.zeros((capacity, *np.shape(x)), np.asarray(x).dtype) for name, x in row.items()}
+        self.rows = {
+            name: np.zeros((capacity, *np.shape(x)), np.asarray(x).dtype) for name, x in row.items()
+        }
 
     def add(self, **new):
         for name, rows in self.rows.items():
@@ -92,7 +101,8 @@ def network(layers, x):
 
 def loss_fn(params, batch, averages):
     """The squared error of the values of the actions; `averages` is the target network."""
-    chosen = jnp.take_along_axis(network(params, batch["seen"]), batch["action"][:, None], axis=1)[:, 0]
+    values = network(params, batch["seen"])
+    chosen = jnp.take_along_axis(values, batch["action"][:, None], axis=1)[:, 0]
     following = network(averages, batch["after"]).max(axis=1)
     target = 1.0 + DISCOUNT * jnp.where(batch["fell"], 0.0, following)
     return jnp.mean((chosen - target) ** 2)
@@ -112,11 +122,17 @@ def main(steps=8000, seed=0, directory=None):
 
     carts, buffer, rng = CartPoles(CARTS, seed), transitions(), np.random.default_rng(seed + 1)
     kept = jstep.from_loop(carts=carts, buffer=buffer, rng=rng)
-    options = {"checkpoint_dir": directory, "save_checkpoint_steps": max(1, steps // 20), "log_steps": 1000}
+    options = {
+        "checkpoint_dir": directory,
+        "save_checkpoint_steps": max(1, steps // 20),
+        "log_steps": 1000,
+    }
     with jstep.Run(train_step, state, kept, steps, **options) as run:
         for step in run:
             seen, explores = carts.seen, rng.random(CARTS) < np.interp(step, [0, 2000], [1.0, 0.05])
-            action = np.where(explores, rng.integers(2, size=CARTS), best_action(run.state.params, seen))
+            action = np.where(
+                explores, rng.integers(2, size=CARTS), best_action(run.state.params, seen)
+            )
             after, fell = carts.push(action)
             buffer.add(seen=seen, action=action, after=after, fell=fell)
             if buffer.count >= STARTS:
@@ -128,11 +144,20 @@ def main(steps=8000, seed=0, directory=None):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8000, help="train steps of the run (default 8000)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, environments and actions (default 0)")
-    parser.add_argument("--dir", dest="directory", help="save checkpoints here (default: save none)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=8000, help="train steps of the run (default 8000)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of weights, environments and actions (default 0)"
+    )
+    parser.add_argument(
+        "--dir", dest="directory", help="save checkpoints here (default: save none)"
+    )
     try:
         main(**vars(parser.parse_args()))
-    except KeyboardInterrupt:  # the run has logged where it stopped, and saved if it has a directory
+    except KeyboardInterrupt:
+        # The run has logged where it stopped, and saved if it has a directory.
         sys.exit(130)

@@ -1,10 +1,11 @@
-"""Deep Q-learning (DQN) on CartPole in one compiled step: environments, replay buffer and update on the device.
+"""Deep Q-learning (DQN) on CartPole in one compiled step: environments, replay buffer, update.
 
     python examples/dqn_on_device.py         # a few seconds on two CPU cores
 
-Each step of `train` pushes the eight carts of ppo.py once, writes eight transitions to the buffer, draws a batch and
-learns. The buffer, the environments and the PRNG key are in the model state, so a checkpoint would hold the whole
-experiment. The position in the buffer follows from the step. Before learning starts, a step only counts itself.
+Each step of `train` pushes the eight carts of ppo.py once, writes eight transitions to the buffer,
+draws a batch and learns. The buffer, the environments and the PRNG key are in the model state, so a
+checkpoint would hold the whole experiment. The position in the buffer follows from the step. Before
+learning starts, a step only counts itself.
 """
 
 import jax
@@ -64,7 +65,8 @@ def create(seed):
     param_key, environment_key, key = jax.random.split(jax.random.key(seed), 3)
     environments = ppo.create_environments(environment_key, CARTS)
     buffer = jax.tree.map(jnp.asarray, transitions().rows)
-    return init_params(param_key, 4, 64, 64, 2), {"environments": environments, "buffer": buffer, "key": key}
+    model_state = {"environments": environments, "buffer": buffer, "key": key}
+    return init_params(param_key, 4, 64, 64, 2), model_state
 
 
 def train(optimizer, steps=8000, seed=0):
@@ -76,7 +78,11 @@ def train(optimizer, steps=8000, seed=0):
         jstep.TrainState.create(params, optimizer, model_state=world),
         lambda step: (),  # the step makes its own data
         steps,
-        hooks=[jstep.MetricsHook(lambda step, metrics: returns.append(metrics["return"]), every_n_steps=100)],
+        hooks=[
+            jstep.MetricsHook(
+                lambda step, metrics: returns.append(metrics["return"]), every_n_steps=100
+            )
+        ],
         steps_per_call=100,
         log_steps=1000,
     )

@@ -1,16 +1,18 @@
-"""Multi-process training: one of two processes is killed, and the restarted run ends with the same weights.
+"""Multi-process training: one of two processes is killed, and the restarted run ends the same.
 
     python examples/multi_process.py
 
-On a cluster each host runs one process. Here both processes run on this machine and communicate over loopback:
+On a cluster each host runs one process. Here both processes run on this machine and communicate
+over loopback:
 
 1. an uninterrupted run with 2 processes;
-2. the same run in another directory, in which process 1 is killed (SIGKILL): process 0 detects the missing
-   heartbeat and ends with an error, instead of waiting forever;
+2. the same run in another directory, in which process 1 is killed (SIGKILL): process 0 detects the
+   missing heartbeat and ends with an error, instead of waiting forever;
 3. the same command again: both processes restore the newest checkpoint and finish.
 
-The final weights of 1 and 3 are bitwise identical, because the checkpoint holds the step and Adam's slots, and
-learning rates and batches are functions of the step. Each process runs `work`; two of its lines concern scaling.
+The final weights of 1 and 3 are bitwise identical, because the checkpoint holds the step and Adam's
+slots, and learning rates and batches are functions of the step. Each process runs `work`; two of
+its lines concern scaling.
 """
 
 import argparse
@@ -33,11 +35,16 @@ def work(args):
     import jstep
 
     # Under SLURM, Open MPI or on a TPU slice this needs no arguments.
-    jstep.distributed.initialize(args.coordinator, 2, args.process, heartbeat_timeout_secs=args.heartbeat)
+    jstep.distributed.initialize(
+        args.coordinator, 2, args.process, heartbeat_timeout_secs=args.heartbeat
+    )
 
     def init():
         keys = jax.random.split(jax.random.key(0))
-        return {"w1": jax.random.normal(keys[0], (8, 64)) / 3, "w2": jax.random.normal(keys[1], (64, 1)) / 8}
+        return {
+            "w1": jax.random.normal(keys[0], (8, 64)) / 3,
+            "w2": jax.random.normal(keys[1], (64, 1)) / 8,
+        }
 
     def loss_fn(params, x, y):
         return jnp.mean((jnp.tanh(x @ params["w1"]) @ params["w2"] - y) ** 2)
@@ -53,12 +60,13 @@ def work(args):
     every = args.steps // 8
 
     class Pace(jstep.Hook):
-        """Slow down the steps, as for a large model, so that the process is killed during the run."""
+        """Slow down the steps, as for a large model, so that the process is killed in the run."""
 
         def after_step(self, step, state, metrics):
             time.sleep(0.01)
             if jax.process_index() == 1 and step == args.die_at:
-                # Wait for the last checkpoint, written in the background, so that the number of lost steps is known.
+                # Wait for the last checkpoint, written in the background, so that the number of
+                # lost steps is known.
                 while (jstep.latest_checkpoint(args.dir) or "") != os.path.join(
                     args.dir, f"model-{step // every * every}"
                 ):
@@ -82,16 +90,24 @@ def work(args):
 
 
 def run(args, directory, die_at=0):
-    """Start two processes and wait for them; return their exit codes, and the final weights or None."""
+    """Start two processes, wait for them; return their exit codes, the final weights or None."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
     processes = []
     for process in range(2):
-        command = [sys.executable, __file__, "--process", process, "--coordinator", coordinator, "--dir", directory]
+        command = [
+            sys.executable, __file__, "--process", process, "--coordinator", coordinator,
+            "--dir", directory,
+        ]  # fmt: skip
         command += ["--die-at", die_at, "--steps", args.steps, "--heartbeat", args.heartbeat]
         processes.append(
-            subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [str(part) for part in command],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
         )
     try:
         ended = [process.communicate(timeout=300) for process in processes]
@@ -109,10 +125,15 @@ def run(args, directory, die_at=0):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument(
-        "--heartbeat", type=int, default=10, help="seconds after which an unresponsive process is considered dead"
+        "--heartbeat",
+        type=int,
+        default=10,
+        help="seconds after which an unresponsive process is considered dead",
     )
     for name, kind in (("process", int), ("coordinator", str), ("dir", str), ("die-at", int)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
@@ -128,7 +149,10 @@ def main():
         print(f"2. The same run; process 1 is killed at step {killed_at}.")
         began = time.monotonic()
         codes, _ = run(args, os.path.join(directory, "killed"), killed_at)
-        print(f"   exit codes {codes} after {time.monotonic() - began:.0f} s: process 0 did not wait forever.")
+        print(
+            f"   exit codes {codes} after {time.monotonic() - began:.0f} s: "
+            "process 0 did not wait forever."
+        )
         if 0 in codes:
             sys.exit("a process exited with code 0 although process 1 was killed")
 

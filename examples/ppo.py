@@ -1,14 +1,16 @@
-"""Proximal policy optimization (PPO) on CartPole: environments, rollouts and updates in one compiled step.
+"""Proximal policy optimization (PPO): environments, rollouts, updates in one compiled step.
 
-    python examples/ppo.py                   # less than a minute on two CPU cores
-    python examples/ppo.py --dir runs/ppo    # save checkpoints and curves; kill it anytime: the same command resumes
+    python examples/ppo.py                 # less than a minute on two CPU cores
+    python examples/ppo.py --dir runs/ppo  # save checkpoints and curves; the same command resumes
 
-The environment has the equations of gym's CartPole-v1: an episode ends when the pole falls or after 500 pushes, and its
-return is the number of pushes. A step of `train` is one iteration of PPO: the policy acts for PUSHES pushes in each
-environment, then EPOCHS × MINIBATCHES updates use these transitions. The updates do not change the global step; the
-iteration increments it once. So Adam's bias correction counts updates, while the learning rate, the checkpoints and the
-log count iterations. The environments and the PRNG key are in the model state, so a checkpoint contains the whole
-experiment: a run that is killed and restarted ends with bitwise the same state as an uninterrupted one.
+The environment has the equations of gym's CartPole-v1: an episode ends when the pole falls or after
+500 pushes, and its return is the number of pushes. A step of `train` is one iteration of PPO: the
+policy acts for PUSHES pushes in each environment, then EPOCHS × MINIBATCHES updates use these
+transitions. The updates do not change the global step; the iteration increments it once. So Adam's
+bias correction counts updates, while the learning rate, the checkpoints and the log count
+iterations. The environments and the PRNG key are in the model state, so a checkpoint contains the
+whole experiment: a run that is killed and restarted ends with bitwise the same state as an
+uninterrupted one.
 """
 
 import argparse
@@ -51,7 +53,10 @@ def create_environments(key, count):
 
 
 def advance(environments, action, key):
-    """Push each cart, and start a new episode where one has ended: the pole fell, or stood for LONGEST pushes."""
+    """Push each cart, and start a new episode where one has ended.
+
+    One ends when the pole fell, or stood for LONGEST pushes.
+    """
     cart, pushes = push(environments["cart"], action), environments["pushes"] + 1
     done = has_fallen(cart) | (pushes == LONGEST)
     new = {
@@ -63,13 +68,16 @@ def advance(environments, action, key):
 
 
 def init_params(key):
-    """Two networks with two hidden layers of 64 units: logits of both actions, and the value of a state."""
+    """Two networks with two hidden layers of 64: logits of both actions, the value of a state."""
 
     def layers(key, outputs, scale):
         keys = jax.random.split(key, 3)
         sizes = ((4, 64, 2**0.5), (64, 64, 2**0.5), (64, outputs, scale))
         return [
-            {"kernel": jax.nn.initializers.orthogonal(gain)(key, (fan_in, fan_out)), "bias": jnp.zeros(fan_out)}
+            {
+                "kernel": jax.nn.initializers.orthogonal(gain)(key, (fan_in, fan_out)),
+                "bias": jnp.zeros(fan_out),
+            }
             for key, (fan_in, fan_out, gain) in zip(keys, sizes, strict=True)
         ]
 
@@ -94,7 +102,10 @@ def value_of(params, cart):
 
 
 def rollout(params, environments, key):
-    """Act for PUSHES pushes; return the environments and what was seen, arrays of shape (PUSHES, ENVIRONMENTS, …)."""
+    """Act for PUSHES pushes; return the environments and what was seen.
+
+    The latter are arrays of shape (PUSHES, ENVIRONMENTS, …).
+    """
 
     def act(environments, key):
         action_key, reset_key = jax.random.split(key)
@@ -102,7 +113,13 @@ def rollout(params, environments, key):
         action = jax.random.categorical(action_key, network(params["actor"], cart))
         log_p, _ = log_probability(params, cart, action)
         environments, done = advance(environments, action, reset_key)
-        seen = {"cart": cart, "action": action, "log_p": log_p, "value": value_of(params, cart), "done": done}
+        seen = {
+            "cart": cart,
+            "action": action,
+            "log_p": log_p,
+            "value": value_of(params, cart),
+            "done": done,
+        }
         return environments, seen
 
     return jax.lax.scan(act, environments, jax.random.split(key, PUSHES))
@@ -139,7 +156,10 @@ def loss_fn(params, batch):
 
 
 def minibatches(seen, key):
-    """All minibatches of an iteration, arrays of shape (EPOCHS × MINIBATCHES, rows, …); each epoch shuffles anew."""
+    """All minibatches of an iteration: arrays of shape (EPOCHS × MINIBATCHES, rows, …).
+
+    Each epoch shuffles anew.
+    """
     rows = ENVIRONMENTS * PUSHES
     orders = jax.vmap(lambda key: jax.random.permutation(key, rows))(jax.random.split(key, EPOCHS))
     orders = orders.reshape(EPOCHS * MINIBATCHES, rows // MINIBATCHES)
@@ -148,7 +168,9 @@ def minibatches(seen, key):
 
 def make_step(optimizer):
     """The step of `train`: one iteration."""
-    update = jstep.minimize(loss_fn, optimizer, has_aux=True, increment_global_step=False, jit=False)
+    update = jstep.minimize(
+        loss_fn, optimizer, has_aux=True, increment_global_step=False, jit=False
+    )
 
     def iteration(state):
         environments, key = state.model_state["environments"], state.model_state["key"]
@@ -205,16 +227,27 @@ def main(steps=300, seed=0, directory=None):
 
     greedy = greedy_returns(state.params, test_key).mean()
     print(f"{seconds:.1f} s including compilation")
-    print(f"greedy return after {steps} iterations: {greedy:.1f} of {LONGEST}, the mean of 100 episodes")
+    print(
+        f"greedy return after {steps} iterations: "
+        f"{greedy:.1f} of {LONGEST}, the mean of 100 episodes"
+    )
     # Two runs with the same fingerprint ended in bitwise the same state.
     print("fingerprint of the state: {:08x}{:08x}".format(*jax.jit(jstep.fingerprint)(state)))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="iterations of the run (default 300)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, environments and actions (default 0)")
-    parser.add_argument("--dir", dest="directory", help="save checkpoints and event files here (default: save none)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=300, help="iterations of the run (default 300)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of weights, environments and actions (default 0)"
+    )
+    parser.add_argument(
+        "--dir", dest="directory", help="save checkpoints and event files here (default: save none)"
+    )
     try:
         main(**vars(parser.parse_args()))
     except KeyboardInterrupt:  # train has logged where it stopped, and saved if it has a directory

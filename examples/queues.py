@@ -3,10 +3,10 @@
     python examples/queues.py
     python examples/queues.py --fail    # a reader raises an error halfway
 
-The corpus is Python's standard library. File names go through a FIFOQueue to four reader threads. Each splits
-its file into windows of characters and puts them into a RandomShuffleQueue, from which the training loop takes
-batches. The model predicts a character from the eight before it. If a thread fails, all others stop, and
-`coord.join` raises the error with the traceback of that thread.
+The corpus is Python's standard library. File names go through a FIFOQueue to four reader threads.
+Each splits its file into windows of characters and puts them into a RandomShuffleQueue, from which
+the training loop takes batches. The model predicts a character from the eight before it. If a
+thread fails, all others stop, and `coord.join` raises the error with the traceback of that thread.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def windows(path):
 
 
 def make_input(paths, fail_at=None):
-    """Create both queues and add their runners to the default collection; return the queue of examples."""
+    """Create both queues, add their runners to the default collection; return that of examples."""
     names = jstep.FIFOQueue(capacity=32)
     examples = jstep.RandomShuffleQueue(capacity=20_000, min_after_dequeue=10_000, seed=0)
     remaining = iter(paths)
@@ -59,7 +59,8 @@ def init_params(key, characters=128, embedding=16, hidden=128):
     keys = jax.random.split(key, 3)
     return {
         "embed": jax.random.normal(keys[0], (characters, embedding)),
-        "hidden": jax.random.normal(keys[1], (CONTEXT * embedding, hidden)) / np.float32(np.sqrt(CONTEXT * embedding)),
+        "hidden": jax.random.normal(keys[1], (CONTEXT * embedding, hidden))
+        / np.float32(np.sqrt(CONTEXT * embedding)),
         "out": jax.random.normal(keys[2], (hidden, characters)) / np.float32(np.sqrt(hidden)),
     }
 
@@ -74,7 +75,9 @@ def loss_fn(params, batch):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--fail", action="store_true", help="let a reader raise halfway through the files")
+    parser.add_argument(
+        "--fail", action="store_true", help="let a reader raise halfway through the files"
+    )
     args = parser.parse_args()
 
     paths = corpus()

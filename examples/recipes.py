@@ -1,15 +1,15 @@
 """Comparison of optimizers on the same small transformer and the same batches.
 
-    python examples/recipes.py                          # a few minutes on two CPU cores
-    python examples/recipes.py --only muon lion         # recipes whose names contain one of these words
-    python examples/recipes.py --plot recipes.png       # plot the curves (pip install 'jstep[plot]')
+    python examples/recipes.py                     # a few minutes on two CPU cores
+    python examples/recipes.py --only muon lion    # recipes whose names contain one of these words
+    python examples/recipes.py --plot recipes.png  # plot the curves (pip install 'jstep[plot]')
 
-Each recipe is in common use and runs at a suitable learning rate with warm-up, a plateau and decay to zero (WSD),
-except schedule-free, which needs no decay. Weight decay applies to matrices only. If layers use Muon, embeddings and
-heads use AdamW. AdamH, MuonH, NorMuon and NorMuonH are chains of blocks: `H` keeps the norm of every matrix
-(Hyperball), `Nor` normalizes its neurons. With `H`, heads also keep their norm, and there is no weight decay. The
-table lists the held-out loss, the size of parameters and slots, and the step time. The model and the corpus are
-those of char_lm.py.
+Each recipe is in common use and runs at a suitable learning rate with warm-up, a plateau and decay
+to zero (WSD), except schedule-free, which needs no decay. Weight decay applies to matrices only. If
+layers use Muon, embeddings and heads use AdamW. AdamH, MuonH, NorMuon and NorMuonH are chains of
+blocks: `H` keeps the norm of every matrix (Hyperball), `Nor` normalizes its neurons. With `H`,
+heads also keep their norm, and there is no weight decay. The table lists the held-out loss, the
+size of parameters and slots, and the step time. The model and the corpus are those of char_lm.py.
 """
 
 import argparse
@@ -34,12 +34,18 @@ def is_hidden(path, leaf):
 
 
 def is_matrix(path, leaf):
-    """Labels of `on_a_sphere`: layers and the head keep their norm; embeddings use Adam, which is less sensitive."""
+    """Labels of `on_a_sphere`: layers and the head keep their norm.
+
+    Embeddings use Adam, which is less sensitive.
+    """
     return "hidden" if path.startswith("layers/") else "head" if path == "unembed" else "adam"
 
 
 def axes(path, leaf):
-    """Matrix axes of a leaf. The first axis stacks layers; attention heads are columns of `qkv` and rows of `out`."""
+    """Matrix axes of a leaf.
+
+    The first axis stacks layers; attention heads are columns of `qkv` and rows of `out`.
+    """
     return {"layers/qkv": (1, (2, 3, 4)), "layers/out": ((1, 2), 3)}.get(path, (1, 2))
 
 
@@ -47,13 +53,17 @@ def recipes(steps):
     """Map the name of a recipe to its optimizer and the dtype of the parameters."""
 
     def rate(peak):
-        return jstep.warmup_stable_decay(peak, steps // 10, steps // 2, steps - steps // 10 - steps // 2, shape="sqrt")
+        return jstep.warmup_stable_decay(
+            peak, steps // 10, steps // 2, steps - steps // 10 - steps // 2, shape="sqrt"
+        )
 
     def clipped(optimizer):
         return jstep.chain(jstep.clip_gradients(by_global_norm=1.0), optimizer)
 
     adamw = partial(jstep.adamw, beta2=0.95, weight_decay=0.1, weight_decay_mask=MATRICES)
-    muon = jstep.partition({"muon": jstep.muon(rate(1e-2), axes=axes), "adamw": jstep.adamw(rate(3e-3))}, is_hidden)
+    muon = jstep.partition(
+        {"muon": jstep.muon(rate(1e-2), axes=axes), "adamw": jstep.adamw(rate(3e-3))}, is_hidden
+    )
     adam = jstep.adam(rate(3e-3), 0.9, 0.95)
 
     def on_a_sphere(*blocks):
@@ -78,7 +88,10 @@ def recipes(steps):
         "AdamW": (clipped(adamw(rate(5e-3))), jnp.float32),
         "Lion": (clipped(jstep.lion(rate(1e-3), 0.9, 0.98, 1.0, MATRICES)), jnp.float32),
         "Muon + AdamW": (muon, jnp.float32),
-        "NorMuon + AdamW": (jstep.partition({"muon": normuon, "adamw": adamw(rate(3e-3))}, is_hidden), jnp.float32),
+        "NorMuon + AdamW": (
+            jstep.partition({"muon": normuon, "adamw": adamw(rate(3e-3))}, is_hidden),
+            jnp.float32,
+        ),
         "AdamH": (on_a_sphere(jstep.scale_by_adam(0.9, 0.95)), jnp.float32),
         "MuonH": (on_a_sphere(*muonh), jnp.float32),
         "NorMuonH": (on_a_sphere(*muonh, jstep.normalize_neurons(axes=axes)), jnp.float32),
@@ -97,7 +110,8 @@ def train(optimizer, dtype, batches, steps, seed):
     for n in range(steps):
         begin = time.perf_counter()
         state, metrics = train_step(state, batches[n])
-        losses.append(float(metrics["loss"]))  # waits for the step, so that each is timed separately
+        # This waits for the step, so that each is timed separately.
+        losses.append(float(metrics["loss"]))
         seconds.append(time.perf_counter() - begin)
     return losses, state, statistics.median(seconds[1:])
 
@@ -134,7 +148,8 @@ def main(steps=120, seed=0, only=None, path=None):
     chosen = {
         name: recipe
         for name, recipe in recipes(steps).items()
-        if not only or any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", name, re.IGNORECASE) for word in only)
+        if not only
+        or any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", name, re.IGNORECASE) for word in only)
     }
     if not chosen:
         sys.exit(f"--only {' '.join(only)}: none of {', '.join(recipes(steps))}")
@@ -146,16 +161,30 @@ def main(steps=120, seed=0, only=None, path=None):
         curves[name], state, seconds = train(optimizer, dtype, batches, steps, seed)
         loss = float(evaluate(evaluation_params(state), held_out))
         megabytes = [f"{size(tree) / 1e6:.2f} MB" for tree in (state.params, state.slots)]
-        print(f"{name:18}{loss:14.4f}{megabytes[0]:>10}{megabytes[1]:>10}{seconds * 1e3:7.1f} ms", flush=True)
+        print(
+            f"{name:18}{loss:14.4f}{megabytes[0]:>10}{megabytes[1]:>10}{seconds * 1e3:7.1f} ms",
+            flush=True,
+        )
     if path:
         plot(curves, path)
     return curves
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=120, help="updates of each recipe (default 120)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="only recipes whose names contain one of these words")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=120, help="updates of each recipe (default 120)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of weights and batches (default 0)"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="WORD",
+        help="only recipes whose names contain one of these words",
+    )
     parser.add_argument("--plot", dest="path", type=Path, help="plot the curves to this file")
     main(**vars(parser.parse_args()))

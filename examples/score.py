@@ -1,10 +1,10 @@
-"""A run whose sequence length, batch size, data mixture and learning rate all change with the global step.
+"""A run whose sequence length, batch size, data mixture and learning rate change with the step.
 
-    python examples/score.py                                # less than a minute on two CPU cores
-    python examples/score.py --checkpoint-dir runs/score    # kill it at any time: the same command resumes it
+    python examples/score.py                              # less than a minute on two CPU cores
+    python examples/score.py --checkpoint-dir runs/score  # kill it at any time: it resumes
 
-The small transformer of char_lm.py is trained on characters of Python's standard library and of its language
-reference, in four phases of equal length:
+The small transformer of char_lm.py is trained on characters of Python's standard library and of its
+language reference, in four phases of equal length:
 
     phase   length   batch   mixture            learning rate
     1       16       8       mostly code        warm-up, plateau
@@ -12,9 +12,10 @@ reference, in four phases of equal length:
     3       64       16      mostly code        plateau
     4       64       16      mostly prose       decay to zero
 
-Each of these is a function of the global step, so checkpoints need not store them: a run that is killed in any
-phase (try --kill-at) and started again ends with the same fingerprint as an uninterrupted one. The train step
-and the batch shape of the next phase are compiled while the current one runs.
+Each of these is a function of the global step, so checkpoints need not store them: a run that is
+killed in any phase (try --kill-at) and started again ends with the same fingerprint as an
+uninterrupted one. The train step and the batch shape of the next phase are compiled while the
+current one runs.
 """
 
 import argparse
@@ -38,7 +39,10 @@ def load_prose():
     text = np.frombuffer("\n".join(pydoc_data.topics.topics.values()).encode(), np.uint8)
     text = text[text < CHARACTERS]  # ASCII
     cut = len(text) * 19 // 20
-    return [np.lib.stride_tricks.sliding_window_view(part, CONTEXT + 1) for part in (text[:cut], text[cut:])]
+    return [
+        np.lib.stride_tricks.sliding_window_view(part, CONTEXT + 1)
+        for part in (text[:cut], text[cut:])
+    ]
 
 
 def short(params, windows):
@@ -66,12 +70,16 @@ def make_score(steps, code, prose, seed):
 
 
 def killer(step_to_die_at, every, directory):
-    """A hook that kills this process after a step, once the preceding checkpoint is written (in the background)."""
+    """A hook that kills this process after a step.
+
+    It waits until the preceding checkpoint is written (in the background).
+    """
 
     def kill(step, state, metrics):
         if step == step_to_die_at:
             due = step // every * every
-            while due and os.path.basename(jstep.latest_checkpoint(directory) or "") != f"model-{due}":
+            name = f"model-{due}"
+            while due and os.path.basename(jstep.latest_checkpoint(directory) or "") != name:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -107,15 +115,26 @@ def main(steps=400, seed=0, checkpoint_dir=None, kill_at=None):
         loss = float(evaluate(state.params, jstep.batches(windows, batch_size=256)[0]))
         print(f"held-out {name}: {loss:.4f} nats a character")
     # Two runs with the same fingerprint ended in bitwise the same state.
-    print("fingerprint of the state after {} steps: {:08x}{:08x}".format(steps, *jax.jit(jstep.fingerprint)(state)))
+    fingerprint = "{:08x}{:08x}".format(*jax.jit(jstep.fingerprint)(state))
+    print(f"fingerprint of the state after {steps} steps: {fingerprint}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="steps of the run, a quarter per phase (default 400)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
-    parser.add_argument("--checkpoint-dir", metavar="DIR", help="save checkpoints here, and resume from them")
-    parser.add_argument("--kill-at", type=int, metavar="STEP", help="kill the process (SIGKILL) after this step")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=400, help="steps of the run, a quarter per phase (default 400)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of weights and batches (default 0)"
+    )
+    parser.add_argument(
+        "--checkpoint-dir", metavar="DIR", help="save checkpoints here, and resume from them"
+    )
+    parser.add_argument(
+        "--kill-at", type=int, metavar="STEP", help="kill the process (SIGKILL) after this step"
+    )
     try:
         main(**vars(parser.parse_args()))
     except KeyboardInterrupt:  # train has logged where it stopped, and saved if it has a directory

@@ -1,11 +1,11 @@
-"""Sixteen learning rates at once: `vmap` over a population of states, then continue training the best one.
+"""Sixteen learning rates at once: `vmap` over a population of states; then train the best on.
 
     python examples/sweep.py
 
-A learning rate in the state (`jstep.held`) is an array, so `vmap` over the whole step (loss, gradient, Adam, global
-step) trains sixteen models in one compiled program, on the same batches, in little more time than one. The best
-member of the population is an ordinary state. `jstep.train` continues from it and reduces its learning rate when the
-validation loss stops improving.
+A learning rate in the state (`jstep.held`) is an array, so `vmap` over the whole step (loss,
+gradient, Adam, global step) trains sixteen models in one compiled program, on the same batches, in
+little more time than one. The best member of the population is an ordinary state. `jstep.train`
+continues from it and reduces its learning rate when the validation loss stops improving.
 """
 
 import argparse
@@ -69,7 +69,10 @@ def main(steps=300, more=700, seed=0):
     for n in range(1, steps):
         population, _ = step_all(population, *batches[n])
     losses = np.asarray(losses_of_all(population.params, *validation))
-    print(f"{len(rates)} rates, {steps} steps each, in {time.perf_counter() - began:.1f} s; validation losses:")
+    print(
+        f"{len(rates)} rates, {steps} steps each, "
+        f"in {time.perf_counter() - began:.1f} s; validation losses:"
+    )
     for rate, loss in zip(rates, losses, strict=True):
         print(f"  {rate:<9.3g} {loss:.4f}")
 
@@ -81,7 +84,8 @@ def main(steps=300, more=700, seed=0):
     state = jstep.train(
         train_step,
         state,
-        batches,  # batch N depends only on N: the best member gets the same batches as in a run alone
+        # Batch N depends only on N: the best member gets the same batches as in a run alone.
+        batches,
         last_step=steps + more,
         hooks=[
             jstep.EvaluationHook(
@@ -101,8 +105,16 @@ def main(steps=300, more=700, seed=0):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="steps of the population (default 300)")
-    parser.add_argument("--more", type=int, default=700, help="further steps of the best member (default 700)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=300, help="steps of the population (default 300)"
+    )
+    parser.add_argument(
+        "--more", type=int, default=700, help="further steps of the best member (default 700)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of weights and batches (default 0)"
+    )
     main(**vars(parser.parse_args()))

@@ -1,11 +1,12 @@
 """Time travel: find the step, the image, the operation and the line that made a run fail.
 
-    python examples/time_travel.py                     # at most a minute; writes to runs/time_travel
+    python examples/time_travel.py  # at most a minute; writes to runs/time_travel
 
-A run is a function of the global step, so any step can be replayed bitwise, and two runs can be compared step by
-step. Two examples with the handwritten digits that come with scikit-learn:
+A run is a function of the global step, so any step can be replayed bitwise, and two runs can be
+compared step by step. Two examples with the handwritten digits that come with scikit-learn:
 
-1. A blank image in the training data. The network scales each image to length 1, and a blank image has length 0.
+1. A blank image in the training data. The network scales each image to length 1, and a blank image
+   has length 0.
 2. Two runs that should be identical but are not: one of them uses another seed for its noise.
 """
 
@@ -36,7 +37,10 @@ def load():
 def init_params():
     keys = jax.random.split(jax.random.key(0))
     return {
-        name: {"kernel": jax.random.normal(key, shape) / np.float32(8.0), "bias": jnp.zeros(shape[1])}
+        name: {
+            "kernel": jax.random.normal(key, shape) / np.float32(8.0),
+            "bias": jnp.zeros(shape[1]),
+        }
         for name, key, shape in zip(("hidden", "out"), keys, ((64, 64), (64, 10)), strict=True)
     }
 
@@ -85,31 +89,45 @@ def the_first_story(directory):
     print("Training for 300 steps, with a checkpoint every 50 steps and a NanLossHook …")
     try:
         jstep.train(
-            train_step, make_state(), batches, 300, hooks=[jstep.NanLossHook()], checkpoint_dir=directory,
-            save_checkpoint_steps=50, progress=False,
+            train_step, make_state(), batches, 300, hooks=[jstep.NanLossHook()],
+            checkpoint_dir=directory, save_checkpoint_steps=50, progress=False,
         )  # fmt: skip
     except jstep.NanLossDuringTrainingError as error:
         bad = error.step
         print(f"… stopped: {str(error).split('.')[0]}.")
     newest = pathlib.Path(jstep.latest_checkpoint(directory)).name
-    print(f"\nThe newest checkpoint is {newest}. Return to the state before the update {bad - 1} → {bad}:")
+    print(
+        f"\nThe newest checkpoint is {newest}. "
+        f"Return to the state before the update {bad - 1} → {bad}:"
+    )
     state, args = jstep.replay(train_step, make_state(), batches, directory, bad - 1)
     print(f"    replayed to step {state.global_step}, its fingerprint is {text(state)}")
-    print("    all numbers in that state are finite:", all(jnp.isfinite(x).all() for x in jax.tree.leaves(state)))
+    print(
+        "    all numbers in that state are finite:",
+        all(jnp.isfinite(x).all() for x in jax.tree.leaves(state)),
+    )
 
     print("\nWhich operation of that step produces the first NaN?\n")
     found = jstep.find_nonfinite(train_step, state, *args)
     print(indented(str(found)))
     blank = [int(row) for row in np.flatnonzero(~np.any(args[0], axis=-1))]
-    print(f"\nIt divides by a length of 0. The batch of that step has blank images in its rows {blank}.")
+    print(
+        "\nIt divides by a length of 0. The batch of that step "
+        f"has blank images in its rows {blank}."
+    )
 
     def mended(params, images, labels):
         keep = jnp.sum(images**2, axis=-1) > 0
         return loss_fn(params, jnp.where(keep[:, None], images, 1.0), labels)
 
-    print("\nWith a loss that replaces blank images by uniform ones, the run resumes from its checkpoint:")
+    print(
+        "\nWith a loss that replaces blank images by uniform ones, "
+        "the run resumes from its checkpoint:"
+    )
     step = jstep.minimize(mended, OPTIMIZER)
-    print("    find_nonfinite of that step with that batch:", jstep.find_nonfinite(step, state, *args))
+    print(
+        "    find_nonfinite of that step with that batch:", jstep.find_nonfinite(step, state, *args)
+    )
     state = jstep.train(step, make_state(), batches, 300, checkpoint_dir=directory, progress=False)
     right = np.mean(np.asarray(network(state.params, scale(images)).argmax(-1)) == labels)
     print(f"    step {state.global_step}: {right:.1%} of all images are classified correctly")
@@ -136,8 +154,14 @@ def the_second_story(directory):
             train_step, make_state(), batches, 120, hooks=[jstep.FingerprintHook(every_n_steps=8)],
             checkpoint_dir=where, save_checkpoint_steps=40, logdir=where, progress=False,
         )  # fmt: skip
-    print(f"Two runs of 120 steps add noise to the images from step {NOISE_FROM} on, with different seeds. Each logs a")
-    print("fingerprint of every leaf every 8 steps, and saves a checkpoint every 40. Where do they diverge?")
+    print(
+        f"Two runs of 120 steps add noise to the images from step {NOISE_FROM} on, with "
+        "different seeds. Each logs a"
+    )
+    print(
+        "fingerprint of every leaf every 8 steps, and saves a checkpoint every 40. "
+        "Where do they diverge?"
+    )
     command("diff", directory / "a" / "fingerprints.jsonl", directory / "b" / "fingerprints.jsonl")
     print("The checkpoints show by how much:")
     command("diff", directory / "a", directory / "b")
@@ -149,7 +173,10 @@ def the_second_story(directory):
         )
         print(f"    step {step}: {a} {'=' if a == b else '≠'} {b}")
         if a != b:
-            print(f"\nThe update {step - 1} → {step} is the first that differs: the one that takes batch {step - 1}.")
+            print(
+                f"\nThe update {step - 1} → {step} is the first that differs: "
+                f"the one that takes batch {step - 1}."
+            )
             return
 
 

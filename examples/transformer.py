@@ -2,8 +2,8 @@
 
     python examples/transformer.py      # kill it at any time and start it again: it resumes
 
-The text is a file of JAX; an example is a window of it. The layers are stacked, so that one `lax.scan` runs them all.
-`char_lm.py` adds a mesh, an evaluation and text that the model writes.
+The text is a file of JAX; an example is a window of it. The layers are stacked, so that one
+`lax.scan` runs them all. `char_lm.py` adds a mesh, an evaluation and text that the model writes.
 """
 
 import jax
@@ -18,7 +18,9 @@ CONTEXT, WIDTH, LAYERS, HEADS = 32, 64, 2, 4
 
 def load():
     """Windows of CONTEXT + 1 bytes, (n, 33), as a view that takes no memory."""
-    return np.lib.stride_tricks.sliding_window_view(np.fromfile(jax.__file__, np.uint8), CONTEXT + 1)
+    return np.lib.stride_tricks.sliding_window_view(
+        np.fromfile(jax.__file__, np.uint8), CONTEXT + 1
+    )
 
 
 def init_params(rng):
@@ -40,11 +42,14 @@ def init_params(rng):
 
 
 def block(x, p):
-    """Causal attention and a feed-forward layer, each added to its normalized input; x is (batch · time, width).
+    """Causal attention and a feed-forward layer, each added to its normalized input.
 
-    Products of two axes: with three, XLA's CPU backend transposes whole activations in the backward pass.
+    x is (batch · time, width). Products of two axes: with three, XLA's CPU backend transposes whole
+    activations in the backward pass.
     """
-    q, k, v = jnp.split((nn.standardize(x) @ p["qkv"]).reshape(-1, CONTEXT, HEADS, 3 * WIDTH // HEADS), 3, axis=-1)
+    q, k, v = jnp.split(
+        (nn.standardize(x) @ p["qkv"]).reshape(-1, CONTEXT, HEADS, 3 * WIDTH // HEADS), 3, axis=-1
+    )
     x += nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"]
     return x + nn.gelu(nn.standardize(x) @ p["up"]) @ p["down"], None
 

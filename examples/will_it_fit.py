@@ -1,14 +1,19 @@
-"""Will it fit? Memory of a transformer with 1 or 7 billion parameters on TPUs and GPUs that you do not have.
+"""Will it fit? Memory of a transformer with 1 or 7 billion parameters on TPUs and GPUs.
 
-    python examples/will_it_fit.py --model 7b --topology v5e:16x16 --layout fsdp     # one row, a minute or more
-    python examples/will_it_fit.py --model 7b --topology v5e:16x16                   # one row for each layout
-    python examples/will_it_fit.py                                                   # all rows: an hour
-    python examples/will_it_fit.py --model 7b --topology h100:1 --layout replicated --compact    # 7 bytes a parameter
-    python examples/will_it_fit.py --model small --topology v5e:2x4 --report         # print each `jstep.cost`
-    jstep cost examples/will_it_fit.py:gpt_1b --topology h100:4x8          # data parallel
+    # One row: a minute or more. Then one row for each layout, and all rows: an hour.
+    python examples/will_it_fit.py --model 7b --topology v5e:16x16 --layout fsdp
+    python examples/will_it_fit.py --model 7b --topology v5e:16x16
+    python examples/will_it_fit.py
+    # 7 bytes a parameter.
+    python examples/will_it_fit.py --model 7b --topology h100:1 --layout replicated --compact
+    # Print each `jstep.cost`.
+    python examples/will_it_fit.py --model small --topology v5e:2x4 --report
+    # Data parallel.
+    jstep cost examples/will_it_fit.py:gpt_1b --topology h100:4x8
 
-XLA's compilers for TPUs and GPUs compile the step on this machine, which needs neither device: `pip install
-'jstep[tpu]'` for TPUs, `pip install 'jstep[aot-cuda]'` for GPUs. Nothing is run, and no array is allocated.
+XLA's compilers for TPUs and GPUs compile the step on this machine, which needs neither device:
+`pip install 'jstep[tpu]'` for TPUs, `pip install 'jstep[aot-cuda]'` for GPUs. Nothing is run, and
+no array is allocated.
 """
 
 import argparse
@@ -54,7 +59,8 @@ def split_by_rows(x):
 
 
 def normalize(x):
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) + 1e-6).astype(x.dtype)
+    mean = jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)
+    return x * jax.lax.rsqrt(mean + 1e-6).astype(x.dtype)
 
 
 def layer(x, weights, heads):
@@ -96,7 +102,7 @@ def placement(layout, params, mesh):
 
 
 def parts(model, compact=False):
-    """Return the function that creates the parameters, the optimizer and the train step of a model."""
+    """Return the function that creates the parameters, the optimizer and the train step."""
     width, layers, heads, _ = MODELS[model]
     optimizer = jstep.adamw(3e-4, weight_decay=0.1)
     optimizer = jstep.compact(optimizer) if compact else optimizer
@@ -122,7 +128,9 @@ def cost_of(model, topology, layout, compact=False):
     mesh = jstep.topology(topology)
     rows = MODELS[model][-1] * mesh.size
     if layout == "fsdp+tp":
-        mesh = jstep.topology(topology, {"data": mesh.size // TENSOR_PARALLEL, "model": TENSOR_PARALLEL})
+        mesh = jstep.topology(
+            topology, {"data": mesh.size // TENSOR_PARALLEL, "model": TENSOR_PARALLEL}
+        )
     kwargs = placement(layout, jax.eval_shape(make_params), mesh)
     state = jstep.TrainState.create(make_params, optimizer, mesh=mesh, **kwargs)
     return jstep.cost(train_step, state, jstep.shard_batch(tokens(rows), mesh))
@@ -133,7 +141,9 @@ def gib(number):
 
 
 def row(model, topology, layout, cost, compact=False):
-    state = gib(cost.params_bytes + cost.slots_bytes) + (f" + {gib(cost.host_bytes)} host" if cost.host_bytes else "")
+    state = gib(cost.params_bytes + cost.slots_bytes)
+    if cost.host_bytes:
+        state += f" + {gib(cost.host_bytes)} host"
     fits = {True: "yes", False: "**no**", None: "not known"}[cost.fits]
     peak = f"{gib(cost.peak_bytes)} of {gib(cost.memory_bytes)}"
     return (
@@ -156,15 +166,31 @@ def main(models, topologies, layouts, report=False, compact=False):
                 if layout == "fsdp+host" and topology[0] in "abh":
                     continue  # the GPU compiler does not support host memory
                 cost = cost_of(model, topology, layout, compact)
-                print(cost if report else f"| {' | '.join(row(model, topology, layout, cost, compact))} |", flush=True)
+                if report:
+                    print(cost, flush=True)
+                else:
+                    cells = row(model, topology, layout, cost, compact)
+                    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, action="append", dest="models", help="default: 1b and 7b")
-    parser.add_argument("--topology", action="append", dest="topologies", help=f"default: {', '.join(TOPOLOGIES)}")
-    parser.add_argument("--layout", choices=LAYOUTS, action="append", dest="layouts", help="default: all")
-    parser.add_argument("--compact", action="store_true", help="bfloat16 weights, and AdamW in `jstep.compact`")
-    parser.add_argument("--report", action="store_true", help="print the full cost report instead of a row")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", choices=MODELS, action="append", dest="models", help="default: 1b and 7b"
+    )
+    parser.add_argument(
+        "--topology", action="append", dest="topologies", help=f"default: {', '.join(TOPOLOGIES)}"
+    )
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, action="append", dest="layouts", help="default: all"
+    )
+    parser.add_argument(
+        "--compact", action="store_true", help="bfloat16 weights, and AdamW in `jstep.compact`"
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="print the full cost report instead of a row"
+    )
     given = {name: value for name, value in vars(parser.parse_args()).items() if value}
     main(**{"models": ("1b", "7b"), "topologies": TOPOLOGIES, "layouts": LAYOUTS} | given)

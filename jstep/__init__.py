@@ -3,16 +3,20 @@
     import jax, jax.numpy as jnp, jstep
     optimizer = jstep.adam(jstep.linear_warmup(jstep.cosine_decay(1e-3, 10_000), 500))
     state = jstep.TrainState.create(params, optimizer)
-    train_step = jstep.minimize(loss_fn, optimizer)             # loss_fn(params, *batch) -> loss
-    state, metrics = train_step(state, x, y)                    # or, with checkpoints and logs, a whole run:
-    state = jstep.train(train_step, state, jstep.batches((x, y), 128), 10_000, checkpoint_dir="run", logdir="run")
+    train_step = jstep.minimize(loss_fn, optimizer)    # loss_fn(params, *batch) -> loss
+    state, metrics = train_step(state, x, y)
+    # Or a whole run, with checkpoints and logs:
+    batches = jstep.batches((x, y), 128)
+    state = jstep.train(train_step, state, batches, 10_000, checkpoint_dir="run", logdir="run")
 
-The state of a run is one immutable pytree, (params, slots, global_step). Optimizers and train steps are pure
-functions under jit, vmap and scan. The global step counts the steps completed; schedules, bias corrections, batches,
-random keys, checkpoints, logs and the stop condition are functions of it, so that the loop resumes bit for bit.
+The state of a run is one immutable pytree, (params, slots, global_step). Optimizers and train steps
+are pure functions under jit, vmap and scan. The global step counts the steps completed; schedules,
+bias corrections, batches, random keys, checkpoints, logs and the stop condition are functions of
+it, so that the loop resumes bit for bit.
 
-The command line is `jstep --help`. The public names by topic and module follow; `help(jstep.<name>)` has the
-details. `jstep.metrics`, `jstep.summary` and `jstep.distributed` are packages of names.
+The command line is `jstep --help`. The public names by topic and module follow;
+`help(jstep.<name>)` has the details. `jstep.metrics`, `jstep.summary` and `jstep.distributed` are
+packages of names.
 """
 
 __version__ = "0.5.0.dev0"
@@ -35,7 +39,8 @@ Gradients
     slots.indexed_slices: IndexedSlices
     differentiate.microbatches: AggregationMethod
 Clipping
-    differentiate.clipping: clip_by_value clip_by_norm clip_by_average_norm clip_by_global_norm global_norm layer_norms
+    differentiate.clipping: clip_by_value clip_by_norm clip_by_average_norm clip_by_global_norm
+    differentiate.clipping: global_norm layer_norms
 Optimizers, common
     optimizers.classic: gradient_descent momentum sgd
     optimizers.adam: adam adamw adafactor
@@ -58,8 +63,9 @@ Wrappers of optimizers
     optimizers.averages: averaged_params averaged_model_state
     optimizers.compact: compact repack
 Elements of a chain
-    optimizers.gradient_transformations: scale scale_by_learning_rate scale_updates add_weight_decay decay_weights
-    optimizers.gradient_transformations: add_noise centralize_gradients normalize_gradients clip_gradients
+    optimizers.gradient_transformations: scale scale_by_learning_rate scale_updates add_weight_decay
+    optimizers.gradient_transformations: decay_weights add_noise centralize_gradients
+    optimizers.gradient_transformations: normalize_gradients clip_gradients
     optimizers.adam: scale_by_adam
     optimizers.sign: scale_by_lion
     optimizers.classic: scale_by_rms trace
@@ -76,8 +82,9 @@ Schedules
     core.trees: Schedule
     schedules.compose: constant piecewise_constant join shift times linear_warmup
     schedules.curves: linear polynomial_decay exponential_decay natural_exp_decay inverse_time_decay
-    schedules.curves: inverse_sqrt_decay cosine_decay cosine_decay_restarts linear_cosine_decay warmup_cosine_decay
-    schedules.curves: warmup_stable_decay one_cycle cyclical ademamix_alpha ademamix_beta3
+    schedules.curves: inverse_sqrt_decay cosine_decay cosine_decay_restarts linear_cosine_decay
+    schedules.curves: warmup_cosine_decay warmup_stable_decay one_cycle cyclical
+    schedules.curves: ademamix_alpha ademamix_beta3
 Input data
     data.batches: batches Batches mixture Mixture
     data.loaders: from_state replayed
@@ -137,12 +144,14 @@ Debugging, planning, and transfer to wider models
 Packages of names
     : distributed metrics summary
 """
-"""The only list of public names, by topic and module: the stub and lists of the site are made from it."""
+"""The only list of public names, by topic and module: the source of the stub and site."""
 __doc__ = f"{__doc__ or ''}{_NAMES}"
 
 
 _LINES = [line.strip().partition(": ") for line in _NAMES.splitlines()]
-_EXPORTS = {name: f"jstep.{module}".rstrip(".:") for module, _, names in _LINES for name in names.split()}
+_EXPORTS = {
+    name: f"jstep.{module}".rstrip(".:") for module, _, names in _LINES for name in names.split()
+}
 """Public name → its module."""
 __all__ = sorted(_EXPORTS)
 

@@ -118,7 +118,9 @@ from jstep.optimizers.gradient_transformations import clip_gradients as clip_gra
 from jstep.optimizers.gradient_transformations import decay_weights as decay_weights
 from jstep.optimizers.gradient_transformations import normalize_gradients as normalize_gradients
 from jstep.optimizers.gradient_transformations import scale as scale
-from jstep.optimizers.gradient_transformations import scale_by_learning_rate as scale_by_learning_rate
+from jstep.optimizers.gradient_transformations import (
+    scale_by_learning_rate as scale_by_learning_rate,
+)
 from jstep.optimizers.gradient_transformations import scale_updates as scale_updates
 from jstep.optimizers.guards import cautious as cautious
 from jstep.optimizers.guards import dynamic_loss_scale as dynamic_loss_scale

@@ -3,8 +3,9 @@
 import os
 import sys
 
-# `python -m` puts the current directory before all other directories of modules, so that a numpy.py beside the runs of
-# somebody else would be run. The script `jstep` has no such entry. (`python -P -m jstep` has none either.)
+# `python -m` puts the current directory before all other directories of modules, so that a numpy.py
+# beside the runs of somebody else would be run. The script `jstep` has no such entry, and neither
+# has `python -P -m jstep`.
 if not sys.flags.safe_path and sys.path[0] in ("", os.getcwd()):
     del sys.path[0]
 

@@ -1,4 +1,5 @@
-"""Comparisons of trees of arrays, and memory that JAX may share: what the tests of all rooms need."""
+"""Comparisons of trees of arrays, and memory that JAX may share: what the tests of all rooms
+need."""
 
 import jax
 import numpy as np
@@ -22,7 +23,8 @@ def assert_close(a, b, rtol=1e-6, atol=1e-7):
 
 
 def aligned(shape, dtype=np.float32, offset=0):
-    """Return memory of zeros that JAX may use on a CPU without a copy, or must copy if there is an offset of bytes."""
+    """Return memory of zeros that JAX may use on a CPU without a copy, or must copy if there is an
+    offset of bytes."""
     nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     memory = np.zeros(nbytes + 64 + offset, np.uint8)
     start = -memory.ctypes.data % 64 + offset

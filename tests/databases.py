@@ -1,4 +1,5 @@
-"""Databases that jstep does not write, with right checksums: nodes and manifests of OCDBT, byte by byte."""
+"""Databases that jstep does not write, with right checksums: nodes and manifests of OCDBT, byte by
+byte."""
 
 import itertools
 import pathlib
@@ -41,7 +42,9 @@ def keys_part(keys, common=None):
     shared = [0]
     for before, key in itertools.pairwise(keys):
         same = (a == b for a, b in zip(before, key, strict=False))
-        shared.append(next((i for i, is_same in enumerate(same) if not is_same), min(len(before), len(key))))
+        shared.append(
+            next((i for i, is_same in enumerate(same) if not is_same), min(len(before), len(key)))
+        )
     rest = [key[begin:] for key, begin in zip(keys, shared, strict=True)]
     columns = numbers(shared[1:]) + numbers(map(len, rest)) + numbers(common or ())
     return number(len(keys)) + columns + b"".join(rest)
@@ -54,11 +57,14 @@ def leaf(values, path=NAME):
     body = b"\0\0\0" + file_table(path) + keys_part(list(values)) + numbers(sizes)
     body += bytes(isinstance(value, tuple) for value in values.values())
     body += number(0) * len(outside) + numbers(start for start, _ in outside)
-    return sealed(_NODE, body + b"".join(value for value in values.values() if isinstance(value, bytes)))
+    return sealed(
+        _NODE, body + b"".join(value for value in values.values() if isinstance(value, bytes))
+    )
 
 
 def interior(height, children, path=NAME):
-    """An interior node: (key, length of the beginning of all keys below, start, length of the node)."""
+    """An interior node: (key, length of the beginning of all keys below, start, length of the
+    node)."""
     body = b"\0\0" + bytes([height]) + file_table(path)
     body += keys_part([key for key, *_ in children], [common for _, common, *_ in children])
     body += number(0) * len(children) + numbers(child[2] for child in children)
@@ -67,7 +73,8 @@ def interior(height, children, path=NAME):
 
 
 def put(checkpoint, make):
-    """Replace the database of a checkpoint: `make(put_node)` returns the height of the root, its start and its length.
+    """Replace the database of a checkpoint: `make(put_node)` returns the height of the root, its
+    start and its length.
 
     `put_node(bytes)` returns the start and the length of what it has written.
     """
@@ -87,6 +94,8 @@ def put(checkpoint, make):
         while old[end] & 128:
             end += 1
         end += 1
-    body = old[12 : end + 2] + file_table(NAME) + number(1) + number(2) + bytes([height]) + number(0)
+    body = (
+        old[12 : end + 2] + file_table(NAME) + number(1) + number(2) + bytes([height]) + number(0)
+    )
     body += number(start) + number(length) + number(1) * 3 + bytes(8) + number(0)
     (directory / "manifest.ocdbt").write_bytes(sealed(_MANIFEST, body))

@@ -27,9 +27,16 @@ class FakeRun:
         self.hook, self.state, self.step, self.metrics, self.stopped = hook, state, step, None, []
         counter = hook if isinstance(hook, StepCounterHook) else StepCounterHook()
         self.components = self
-        self.sums, self.transfers = MetricSums(getattr(hook, "max_skipped_steps", None)), TransferQueue()
+        self.sums, self.transfers = (
+            MetricSums(getattr(hook, "max_skipped_steps", None)),
+            TransferQueue(),
+        )
         self.steps_by_rows, self.timetable = Counter(), Timetable()
-        self.watch, self.in_flight, self.initial_contents = Stopwatch(), InFlight(), StateContents(state)
+        self.watch, self.in_flight, self.initial_contents = (
+            Stopwatch(),
+            InFlight(),
+            StateContents(state),
+        )
         self.polls = []
         self.shared = {StepCounterHook: counter}
         for each in {counter, hook}:

@@ -1,4 +1,5 @@
-"""Processes of a run as threads of one, which exchange arrays as JAX's collectives do: what they agree on, by day."""
+"""Processes of a run as threads of one, which exchange arrays as JAX's collectives do: what they
+agree on, by day."""
 
 import threading
 from concurrent import futures
@@ -28,7 +29,9 @@ class Fellows:
         monkeypatch.setattr(jax, "process_count", lambda *_: count)
         monkeypatch.setattr(jax, "process_index", lambda *_: self.index)
         monkeypatch.setattr(multihost_utils, "process_allgather", self._gathered)
-        monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda mine: self._gathered(mine)[0])
+        monkeypatch.setattr(
+            multihost_utils, "broadcast_one_to_all", lambda mine: self._gathered(mine)[0]
+        )
 
     @property
     def index(self):
@@ -45,7 +48,8 @@ class Fellows:
         return found
 
     def each(self, fn):
-        """Call a function with each number in its thread; return the results, with errors in their places."""
+        """Call a function with each number in its thread; return the results, with errors in their
+        places."""
 
         def one(index):
             self._own.index = index

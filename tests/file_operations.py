@@ -1,8 +1,8 @@
-"""Faults, delays and side effects at file operations, for tests of code that writes and reads files.
+"""Faults, delays and side effects at file operations, for tests of code that uses files.
 
-Python reports a file operation before it runs, whichever module and thread runs it: it raises an audit event
-(https://docs.python.org/3/library/audit_events.html). A test names the event and the path, and not the function of
-the package that performs the operation:
+Python reports a file operation before it runs, whichever module and thread runs it: it raises an
+audit event (https://docs.python.org/3/library/audit_events.html). A test names the event and the
+path, and not the function of the package that performs the operation:
 
     with before("open", "*/manifest.json", disk_is_full, mode="w"):
         saver.save(state)
@@ -46,7 +46,13 @@ class Interception:
     """
 
     def __init__(self, events, pattern, action, mode, times):
-        self._events, self._pattern, self._action, self._mode, self._times = events, pattern, action, mode, times
+        self._events, self._pattern, self._action, self._mode, self._times = (
+            events,
+            pattern,
+            action,
+            mode,
+            times,
+        )
         self._one_at_a_time = threading.Lock()
         self.paths = []
 
@@ -89,7 +95,8 @@ def _path_of_descriptor(descriptor):
 
 
 def _mode(args):
-    """Return "w" for a file that is opened to write, or to read and write; "r" for one that is only read."""
+    """Return "w" for a file that is opened to write, or to read and write; "r" for one that is only
+    read."""
     return "w" if args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC) else "r"
 
 
@@ -100,7 +107,8 @@ def _hook(event, args):
 
 @functools.cache
 def _install():
-    """Install the hook, once: Python cannot remove it. It does nothing while no interception is active."""
+    """Install the hook, once: Python cannot remove it. It does nothing while no interception is
+    active."""
     sys.addaudithook(_hook)
 
 
@@ -108,19 +116,22 @@ def _install():
 def before(events, pattern, action, *, mode=None, times=math.inf):
     """Within the block, run an action before file operations, in the thread that performs them.
 
-    Threads with a matching operation wait while the action runs in another one. The operations of the action itself,
-    in its thread, are not intercepted.
+    Threads with a matching operation wait while the action runs in another one. The operations of
+    the action itself, in its thread, are not intercepted.
 
     Args:
         events: Names of audit events, such as "open", "os.rename" or "fcntl.flock".
         pattern: A pattern of `fnmatch` for the whole path, in which `*` also matches slashes.
         action: The action; the operation fails with the exception that it raises.
-        mode: "w" for files that are opened to write, "r" for those opened only to read; None for both.
+        mode: "w" for files that are opened to write, "r" for those opened only to read; None for
+            both.
         times: Only before the first so many operations.
     """
     global _active
     _install()
-    made = Interception((events,) if isinstance(events, str) else tuple(events), pattern, action, mode, times)
+    made = Interception(
+        (events,) if isinstance(events, str) else tuple(events), pattern, action, mode, times
+    )
     with _changing:
         _active = (*_active, made)
     try:
@@ -143,9 +154,11 @@ def held(events, pattern, *, mode=None):
 
 @contextlib.contextmanager
 def killed_at(number, folder):
-    """Leave a folder as if the process was killed before its n-th rename or deletion (from 0) below the folder.
+    """Leave a folder as if the process was killed before its n-th rename or deletion (from 0) below
+    the folder.
 
-    This operation fails, and so does every later one that would change the folder. The event is set when it does.
+    This operation fails, and so does every later one that would change the folder. The event is set
+    when it does.
     """
     killed, numbers = threading.Event(), itertools.count()
 
@@ -158,7 +171,10 @@ def killed_at(number, folder):
         if killed.is_set():
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
 
-    with before(REMOVALS, f"{folder}/*", remove), before(_CREATIONS, f"{folder}/*", change, mode="w"):
+    with (
+        before(REMOVALS, f"{folder}/*", remove),
+        before(_CREATIONS, f"{folder}/*", change, mode="w"),
+    ):
         yield killed
 
 

@@ -1,4 +1,5 @@
-"""Files of somebody else under the names that jstep writes: each with a victim, which must stay as it is."""
+"""Files of somebody else under the names that jstep writes: each with a victim, which must stay as
+it is."""
 
 import os
 import pathlib
@@ -56,7 +57,8 @@ KINDS = {
 
 
 def put(kind, path, victims):
-    """Put something of a kind in the place of a file, which may lead to a victim; return the folder of the victims."""
+    """Put something of a kind in the place of a file, which may lead to a victim; return the folder
+    of the victims."""
     victims.mkdir(exist_ok=True)
     victim = victims / "notes"
     victim.write_bytes(TEXT)
@@ -66,7 +68,8 @@ def put(kind, path, victims):
 
 
 def contents(path):
-    """Return everything of a file, link or folder that a write changes: content, times and sizes; no FIFO is opened."""
+    """Return everything of a file, link or folder that a write changes: content, times and sizes;
+    no FIFO is opened."""
     path = pathlib.Path(path)
     found = path.lstat()
     about = found.st_mode, found.st_ino, found.st_nlink, found.st_size, found.st_mtime_ns

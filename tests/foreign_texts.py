@@ -13,6 +13,7 @@ def printed(error):
 
 
 def assert_printable(text):
-    """Check that a text has `CONTROL`, escaped, and no control characters but line breaks of ours."""
+    """Check that a text has `CONTROL`, escaped, and no control characters but line breaks of
+    ours."""
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]|\nforged", text), repr(text)
     assert "\\x1b[31m\\nforged\\x9b" in text

@@ -1,7 +1,8 @@
 """Programs that tests start, forked from a server process that has imported the common modules.
 
-A program has its own environment, arguments, pipes and signals. It starts before JAX has initialized its devices, and
-exits like a program that was started with Python. All programs share a cache of compiled programs.
+A program has its own environment, arguments, pipes and signals. It starts before JAX has
+initialized its devices, and exits like a program that was started with Python. All programs share a
+cache of compiled programs.
 """
 
 import atexit
@@ -20,7 +21,10 @@ import threading
 import time
 import warnings
 
-_PRELOADED = "jax, jax.numpy, jax.experimental.multihost_utils, numpy, orbax.checkpoint, jstep.loop, jstep.summary"
+_PRELOADED = (
+    "jax, jax.numpy, jax.experimental.multihost_utils, numpy, orbax.checkpoint, "
+    "jstep.loop, jstep.summary"
+)
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
 
 cpu_seconds = 0.0
@@ -31,7 +35,8 @@ _compiled = []
 
 
 def cache_compiled_programs(directory):
-    """Share compiled programs between this process and all programs that it starts, now and in later runs."""
+    """Share compiled programs between this process and all programs that it starts, now and in
+    later runs."""
     _compiled[:] = [directory]
     _enable_compilation_cache(directory)
 
@@ -74,7 +79,9 @@ class Program:
         if not self._readers:
             for name in ("stdout", "stderr"):
                 if getattr(self, name) is not None:
-                    self._readers.append(threading.Thread(target=self._read, args=(name,), daemon=True))
+                    self._readers.append(
+                        threading.Thread(target=self._read, args=(name,), daemon=True)
+                    )
                     self._readers[-1].start()
         for reader in self._readers:
             reader.join(None if until is None else max(0.0, until - time.monotonic()))
@@ -90,7 +97,8 @@ class Program:
     def send_signal(self, number):
         """Send a signal, unless the program has ended."""
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and the server has not said so yet
+            with contextlib.suppress(ProcessLookupError):
+                # It has ended, and the server has not said so yet.
                 os.kill(self.pid, number)
 
     def terminate(self):
@@ -118,7 +126,8 @@ def start(code, *args, env=None, stderr=None):
     Args:
         code: The program.
         *args: Its arguments.
-        env: Changes to its environment. Variables that JAX reads on import only affect programs that it starts.
+        env: Changes to its environment. Variables that JAX reads on import only affect programs
+            that it starts.
         stderr: A file descriptor for its stderr; None for a pipe.
     """
     ends = [os.pipe() for _ in range(4)]
@@ -126,7 +135,12 @@ def start(code, *args, env=None, stderr=None):
     child_fds = [in_, out, err if stderr is None else stderr, exit_status]
     # The current environment, not that of the test that started the server: fixtures set variables.
     environment = os.environ | _ENVIRONMENT | (env or {})
-    request = {"code": code, "args": [str(arg) for arg in args], "env": dict(environment), "cwd": os.getcwd()}
+    request = {
+        "code": code,
+        "args": [str(arg) for arg in args],
+        "env": dict(environment),
+        "cwd": os.getcwd(),
+    }
     pid = _server().fork(request, child_fds)
     for end in (in_, out, err, exit_status):
         os.close(end)
@@ -143,9 +157,12 @@ class _Server:
         self._lock = threading.Lock()
         self._control, server_end = socket.socketpair()
         self._own = contextlib.ExitStack()
-        directory = _compiled[0] if _compiled else self._own.enter_context(tempfile.TemporaryDirectory())
+        directory = (
+            _compiled[0] if _compiled else self._own.enter_context(tempfile.TemporaryDirectory())
+        )
         arguments = server_end.fileno(), _PRELOADED, directory
-        code = f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r}); import forked; "
+        path = str(pathlib.Path(__file__).parent)
+        code = f"import sys; sys.path.insert(0, {path!r}); import forked; "
         code += f"code = forked.serve{arguments}; del sys.path[0], forked\nexec(code)"
         with server_end:
             self._process = subprocess.Popen(
@@ -157,7 +174,8 @@ class _Server:
         atexit.register(self.close)
 
     def fork(self, request, fds):
-        """Start a program and return its pid; `fds` are stdin, stdout, stderr and a pipe for the exit status."""
+        """Start a program and return its pid; `fds` are stdin, stdout, stderr and a pipe for the
+        exit status."""
         with self._lock:
             data = json.dumps(request).encode()
             socket.send_fds(self._control, [b"%16d" % len(data)], fds)
@@ -218,7 +236,8 @@ def serve(fd, preloaded, compiled):
             os.environ.update(request["env"])
             os.chdir(request["cwd"])
             sys.argv[1:] = request["args"]
-            # Line buffering makes each line one write, so that XLA's log lines do not split the output of a `print`.
+            # Line buffering makes each line one write, so that XLA's log lines do not split the
+            # output of a `print`.
             for output in (sys.stdout, sys.stderr):
                 output.reconfigure(line_buffering=True, write_through=False)
             return compile(request["code"], "<string>", "exec")

@@ -1,7 +1,9 @@
-"""The programs of the golden runs, which `dev/golden.py` lets each release run once, and later releases continue.
+"""The programs of the golden runs, which `dev/golden.py` lets each release run once, and later
+releases continue.
 
-Each is a function `(directory, last_step) -> state`. What they train is small, because the checkpoints stay in the
-repository. As a program: `python golden_runs.py NAME DIRECTORY LAST_STEP [PROCESS COUNT ADDRESS]`.
+Each is a function `(directory, last_step) -> state`. What they train is small, because the
+checkpoints stay in the repository. As a program: `python golden_runs.py NAME DIRECTORY LAST_STEP
+[PROCESS COUNT ADDRESS]`.
 """
 
 import collections
@@ -32,7 +34,9 @@ def params():
 
 
 def loss_fn(params, x):
-    return jnp.mean((jnp.tanh(x @ params["w"].astype(x.dtype) + params["b"].astype(x.dtype)[None]) - x) ** 2)
+    return jnp.mean(
+        (jnp.tanh(x @ params["w"].astype(x.dtype) + params["b"].astype(x.dtype)[None]) - x) ** 2
+    )
 
 
 def metric_fn(params, x):
@@ -40,7 +44,8 @@ def metric_fn(params, x):
 
 
 class Loader:
-    """A loader whose position has a generator and an array whose axes are not in order in memory."""
+    """A loader whose position has a generator and an array whose axes are not in order in
+    memory."""
 
     def __init__(self):
         self.rng = np.random.default_rng(1)
@@ -79,11 +84,14 @@ class Counter(jstep.Hook):
 
 def everything_optimizer():
     inner = jstep.compact(jstep.adamw(jstep.held("rate", 1e-2)), min_size=64, block=32)
-    return jstep.skip_nonfinite(jstep.with_moving_average(inner, jstep.ExponentialMovingAverage(0.9)))
+    return jstep.skip_nonfinite(
+        jstep.with_moving_average(inner, jstep.ExponentialMovingAverage(0.9))
+    )
 
 
 def everything(directory, last_step, **changes):
-    """AdamW, compact, averages, a guard, a held rate, all hooks with a state, a loader with a position."""
+    """AdamW, compact, averages, a guard, a held rate, all hooks with a state, a loader with a
+    position."""
     optimizer = everything_optimizer()
     evaluate = jstep.evaluator(metric_fn, [X[:8]])
     hooks = [
@@ -117,7 +125,14 @@ def everything(directory, last_step, **changes):
     state = jstep.TrainState.create(params(), optimizer)
     with jstep.Saver(directory, max_to_keep=1) as saver:
         return jstep.train(
-            step, state, Loader(), last_step, hooks=hooks, checkpoint_dir=saver, config={"seed": 1}, **changes
+            step,
+            state,
+            Loader(),
+            last_step,
+            hooks=hooks,
+            checkpoint_dir=saver,
+            config={"seed": 1},
+            **changes,
         )
 
 
@@ -138,18 +153,27 @@ def from_loop(directory, last_step):
 def generator(directory, last_step):
     """Batches of a generator, whose position is a number; an optimizer that draws."""
     key = jax.random.key(4)
-    optimizer = jstep.stochastic_rounding(jstep.chain(jstep.add_noise(0.01, 0.5, key), jstep.adam(1e-2)), key)
+    optimizer = jstep.stochastic_rounding(
+        jstep.chain(jstep.add_noise(0.01, 0.5, key), jstep.adam(1e-2)), key
+    )
     state = jstep.TrainState.create({**params(), "b": jnp.zeros(8, jnp.bfloat16)}, optimizer)
     batches = (X[i % 8 :: 8] for i in range(100))
-    return jstep.train(jstep.minimize(loss_fn, optimizer), state, batches, last_step, checkpoint_dir=directory)
+    return jstep.train(
+        jstep.minimize(loss_fn, optimizer), state, batches, last_step, checkpoint_dir=directory
+    )
 
 
 def lanes(directory, last_step):
     """Lanes, on any number of devices, stages, and masters."""
     optimizer = jstep.master_weights(jstep.lion(1e-3))
-    steps = {0: jstep.minimize(loss_fn, optimizer, lanes=4), 5: jstep.minimize(loss_fn, optimizer, lanes=4)}
+    steps = {
+        0: jstep.minimize(loss_fn, optimizer, lanes=4),
+        5: jstep.minimize(loss_fn, optimizer, lanes=4),
+    }
     state = jstep.TrainState.create(params(), optimizer)
-    return jstep.train(steps, state, jstep.batches(X, 8, seed=3), last_step, checkpoint_dir=directory)
+    return jstep.train(
+        steps, state, jstep.batches(X, 8, seed=3), last_step, checkpoint_dir=directory
+    )
 
 
 def processes(directory, last_step):
@@ -177,8 +201,18 @@ def odd_state():
         "numbers": [10**2000, float("nan"), -0.0, np.float32(0.5), np.datetime64("2026-01-01")],
         "keys": {1: (2,), (3,): None},
         "ordered": collections.OrderedDict([("b", 1), ("a", 2)]),
-        "arrays": [np.zeros(2, fields), np.ones((2, 3), ml_dtypes.int4).T, np.array(["a", "bc"]), np.zeros((0, 3))],
-        "random": [np.random.default_rng(1), np.random.RandomState(2), random.Random(3), np.random.Philox(4)],
+        "arrays": [
+            np.zeros(2, fields),
+            np.ones((2, 3), ml_dtypes.int4).T,
+            np.array(["a", "bc"]),
+            np.zeros((0, 3)),
+        ],
+        "random": [
+            np.random.default_rng(1),
+            np.random.RandomState(2),
+            random.Random(3),
+            np.random.Philox(4),
+        ],
         "seed": np.random.SeedSequence(5),
         "jax": [jnp.arange(3, dtype=jnp.bfloat16), jnp.asarray(2.0), jax.random.key(6, impl="rbg")],
     }
@@ -202,12 +236,15 @@ class Stops(jstep.Hook):
 
     def after_step(self, step, state, metrics):
         if step == self.last_step - 1:
-            return state.replace(model_state={**state.model_state, "mean": state.model_state["mean"] + 1.0})
+            return state.replace(
+                model_state={**state.model_state, "mean": state.model_state["mean"] + 1.0}
+            )
         return step == self.last_step
 
 
 class Hangs(jstep.Hook):
-    """When the run is written, hangs at its end until that is recorded as a stall, and then ends the process.
+    """When the run is written, hangs at its end until that is recorded as a stall, and then ends
+    the process.
 
     So the newest checkpoint is the temporary one before the end, and the file of the stall stays.
     """
@@ -220,13 +257,16 @@ class Hangs(jstep.Hook):
             return
         self.saver.wait()
         directory = pathlib.Path(self.saver.directory)
-        while not read_starts(str(directory))["model"][-1]["stalls"] or not list((directory / "stalls").glob("*.json")):
+        while not read_starts(str(directory))["model"][-1]["stalls"] or not list(
+            (directory / "stalls").glob("*.json")
+        ):
             time.sleep(0.1)
         os._exit(0)
 
 
 class SlowLoader(Loader):
-    """A loader whose position takes so long to read that a run reads it only where a save is planned."""
+    """A loader whose position takes so long to read that a run reads it only where a save is
+    planned."""
 
     def get_state(self):
         time.sleep(0.2)
@@ -245,7 +285,8 @@ def odd_values(directory, last_step):
     }
     state = jstep.TrainState.create(weights, optimizer, model_state=model_state)
     evaluate = jstep.evaluator(
-        lambda p, x: {"loss": loss_fn(p, x), "norm": jnp.sum(jnp.abs(p["w"].astype(jnp.float32)))}, [X[:8]]
+        lambda p, x: {"loss": loss_fn(p, x), "norm": jnp.sum(jnp.abs(p["w"].astype(jnp.float32)))},
+        [X[:8]],
     )
     best = [
         jstep.KeepBest(f"{directory}/best", "loss"),
@@ -257,7 +298,9 @@ def odd_values(directory, last_step):
             Odd(),
             Stops(last_step),
             Hangs(saver),
-            jstep.StallHook(warn_secs=1.0 if IS_WRITTEN else 60.0, factor=1e-3 if IS_WRITTEN else 30.0),
+            jstep.StallHook(
+                warn_secs=1.0 if IS_WRITTEN else 60.0, factor=1e-3 if IS_WRITTEN else 30.0
+            ),
         ]
         step = jstep.minimize(loss_fn, optimizer)
         return jstep.train(step, state, SlowLoader(), 100, hooks=hooks, checkpoint_dir=saver)
@@ -292,11 +335,14 @@ def odd_processes(directory, last_step):
     step = jstep.minimize(loss_fn, optimizer)
     batches = OwnLoader() if jax.process_count() > 1 else jstep.batches(X, 8)
     with jstep.Saver(directory, max_to_keep=1) as saver:
-        return jstep.train(step, state, batches, last_step, checkpoint_dir=saver, batch_sharding="data")
+        return jstep.train(
+            step, state, batches, last_step, checkpoint_dir=saver, batch_sharding="data"
+        )
 
 
 def mixed(directory, last_step):
-    """A mixture whose weights change, two steps a call, event files, and checkpoints that are kept for good."""
+    """A mixture whose weights change, two steps a call, event files, and checkpoints that are kept
+    for good."""
     optimizer = jstep.adam(1e-2)
     weights = {0: {"a": 3, "b": 1}, 3: {"a": 1, "b": 1}}
     batches = jstep.mixture({"a": X[:48], "b": X[48:]}, 8, weights, seed=1)
@@ -326,10 +372,15 @@ def bucket(directory, last_step):
     """A run in a bucket."""
     optimizer = jstep.momentum(0.1, 0.9)
     state = jstep.TrainState.create(params(), optimizer)
-    hooks = [jstep.FingerprintHook(every_n_steps=2, path=f"{directory}/fingerprints.jsonl"), jstep.History()]
+    hooks = [
+        jstep.FingerprintHook(every_n_steps=2, path=f"{directory}/fingerprints.jsonl"),
+        jstep.History(),
+    ]
     step = jstep.minimize(loss_fn, optimizer)
     with jstep.Saver(directory, max_to_keep=1) as saver:
-        return jstep.train(step, state, jstep.batches(X, 8), last_step, hooks=hooks, checkpoint_dir=saver)
+        return jstep.train(
+            step, state, jstep.batches(X, 8), last_step, hooks=hooks, checkpoint_dir=saver
+        )
 
 
 Program = Callable[[str, int], jstep.TrainState]
@@ -348,7 +399,8 @@ RUNS: dict[str, Program] = {
         bucket,
     )
 }
-"""Name → program; each has steps up to 4 in its first start and up to 6 in its second, and a branch up to 8."""
+"""Name → program; each has steps up to 4 in its first start and up to 6 in its second, and a branch
+up to 8."""
 
 
 def main(name, directory, last_step, process=None, count=None, address=None):

@@ -7,7 +7,9 @@ import jstep
 
 
 def state_at(step=0, value=1.0):
-    return jstep.TrainState.create({"w": jnp.full(3, value)}, jstep.momentum(0.1, 0.9), global_step=step)
+    return jstep.TrainState.create(
+        {"w": jnp.full(3, value)}, jstep.momentum(0.1, 0.9), global_step=step
+    )
 
 
 class Clock:

@@ -25,14 +25,17 @@ def kill_after(program, directory, step):
     finally:
         program.kill()
     _, errors = program.communicate(60)
-    assert program.returncode == -signal.SIGKILL, f"the program ended before it was killed: {errors}"
+    assert program.returncode == -signal.SIGKILL, (
+        f"the program ended before it was killed: {errors}"
+    )
 
 
 def assert_same_bits_after_kills(program, directory):
     """Check that a program, killed three times, prints the fingerprint of one that was not killed.
 
     Args:
-        program: Its code; it saves in `sys.argv[1]` every 10 steps, takes 120, and prints `jstep.fingerprint(state)`.
+        program: Its code; it saves in `sys.argv[1]` every 10 steps, takes 120, and prints
+            `jstep.fingerprint(state)`.
         directory: Where both runs save.
     """
     killed = directory / "killed"

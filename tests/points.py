@@ -1,4 +1,4 @@
-"""Points that follow their batches: the problems of runs whose batches, hooks or files are of interest.
+"""Points that follow their batches: problems for runs whose batches, hooks or files matter.
 
 Their steps are shared by many modules, as it takes a tenth of a second to trace and to compile one.
 """

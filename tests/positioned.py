@@ -2,7 +2,7 @@
 
 
 class Positioned:
-    """An iterator over `batch(0), batch(1), …`, whose position is the number of batches that it has returned.
+    """An iterator over `batch(0), batch(1), …`; its position is the number that it has returned.
 
     Args:
         batch: The batch of a number.

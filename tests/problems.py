@@ -1,4 +1,5 @@
-"""Small problems that tests of several rooms train on: a linear one with noise, and one whose state holds keys."""
+"""Small problems that tests of several rooms train on: a linear one with noise, and one whose state
+holds keys."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +7,8 @@ import numpy as np
 
 import jstep
 
-# A linear loss with noise by key, Adam with a schedule and averages, and batches as a function of the step.
+# A linear loss with noise by key, Adam with a schedule and averages, and batches as a function of
+# the step.
 
 OPTIMIZER = jstep.with_moving_average(
     jstep.adam(jstep.exponential_decay(0.1, 10, 0.9)), jstep.ExponentialMovingAverage(0.9)

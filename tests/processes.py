@@ -38,7 +38,7 @@ def weights(state):
     replicated = jax.tree.map(lambda leaf: NamedSharding(leaf.sharding.mesh, P()), state.params)
     gathered = jax.jit(lambda params: params, out_shardings=replicated)(state.params)
     return " ".join(np.asarray(leaf.addressable_data(0)).tobytes().hex() for leaf in jax.tree.leaves(gathered))
-"""
+"""  # noqa: E501
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +58,8 @@ _reserved = []
 def free_address():
     """Return an address for a coordinator that no other process gets from the kernel.
 
-    gRPC binds with SO_REUSEPORT, so that a coordinator shares the port with the socket that holds it, and two
-    coordinators on the same port would not notice each other.
+    gRPC binds with SO_REUSEPORT, so that a coordinator shares the port with the socket that holds
+    it, and two coordinators on the same port would not notice each other.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -69,7 +69,8 @@ def free_address():
 
 
 def start(script, count, directory, *args, devices=4, patience=5):
-    """Start `count` processes with `devices` devices in total; the script may use the names that PRELUDE defines.
+    """Start `count` processes with `devices` devices in total; the script may use the names that
+    PRELUDE defines.
 
     One that ends waits for the others for `patience` seconds, and is aborted after them.
     """
@@ -97,7 +98,8 @@ def wait_for(processes, timeout=120):
 
 
 def run(script, count, directory, *args, devices=4):
-    """Run the processes and return the lines that each one printed; all of them must exit with 0."""
+    """Run the processes and return the lines that each one printed; all of them must exit with
+    0."""
     finished = wait_for(start(script, count, directory, *args, devices=devices, patience=60))
     for one in finished:
         assert one.code == 0, one.err[-4000:]
@@ -106,7 +108,9 @@ def run(script, count, directory, *args, devices=4):
 
 def printed(lines, name):
     """Return what a process printed after `name`, or None."""
-    return next((line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")), None)
+    return next(
+        (line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")), None
+    )
 
 
 def all_printed(lines, name):
@@ -116,7 +120,8 @@ def all_printed(lines, name):
 
 @contextlib.contextmanager
 def running_program(program, *args, timeout=60):
-    """Start a program whose output can be read while it runs; it is killed after `timeout` seconds."""
+    """Start a program whose output can be read while it runs; it is killed after `timeout`
+    seconds."""
     with forked.start(textwrap.dedent(program), *args) as process:
         limit = threading.Timer(timeout, process.kill)
         limit.start()
@@ -133,7 +138,8 @@ def run_program(program, *args, timeout=60):
 
 
 def python(*arguments, code=0, timeout=300, cwd=None, **env):
-    """Run a Python that is not forked and has changes to its environment; return what it printed if it exits so."""
+    """Run a Python that is not forked and has changes to its environment; return what it printed if
+    it exits so."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,

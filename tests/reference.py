@@ -1,7 +1,9 @@
-"""Reference implementations of optimizers, schedules and averages in NumPy float64, from their published equations.
+"""Reference implementations of optimizers, schedules and averages in NumPy float64, from their
+published equations.
 
-They can be compared with the papers line by line and share no code with the package: no jax, no jstep. A rule is
-`rule(g, p, slots, h, t) -> (new p, new slots)` for one array; h holds the current hyperparameters, t is the age.
+They can be compared with the papers line by line and share no code with the package: no jax, no
+jstep. A rule is `rule(g, p, slots, h, t) -> (new p, new slots)` for one array; h holds the current
+hyperparameters, t is the age.
 """
 
 import math
@@ -64,16 +66,23 @@ def ftrl(g, p, s, h, t):
     quadratic = new_a**-power / lr + 2 * (l2 + h["beta"] / (2 * lr))
     inside = np.abs(linear) <= l1
     safe = np.where(inside, 1.0, quadratic)
-    return np.where(inside, 0.0, (np.sign(linear) * l1 - linear) / safe), {"accum": new_a, "linear": linear}
+    return np.where(inside, 0.0, (np.sign(linear) * l1 - linear) / safe), {
+        "accum": new_a,
+        "linear": linear,
+    }
 
 
 def values(hyper, n):
     """Return the hyperparameters at step n; a sequence holds the values of a schedule."""
-    return {k: float(v[n]) if isinstance(v, Sequence | np.ndarray) else float(v) for k, v in hyper.items()}
+    return {
+        k: float(v[n]) if isinstance(v, Sequence | np.ndarray) else float(v)
+        for k, v in hyper.items()
+    }
 
 
 def trajectory(rule, initial, params, gradients, hyper, *, first_step=0, start_step=None):
-    """Return the parameters after each step from `first_step` on, with slots of `start_step`, and the last slots."""
+    """Return the parameters after each step from `first_step` on, with slots of `start_step`, and
+    the last slots."""
     start = first_step if start_step is None else start_step
     p = np.asarray(params, np.float64)
     slots = {name: np.full(p.shape, value, np.float64) for name, value in initial.items()}

@@ -11,7 +11,9 @@ def raise_error(error: Exception) -> None:
     raise error
 
 
-def read_scalars(path: Any, on_corrupted: Callable[[Any], None] | None = None) -> dict[str, list[Point]]:
+def read_scalars(
+    path: Any, on_corrupted: Callable[[Any], None] | None = None
+) -> dict[str, list[Point]]:
     """Return tag → points of a file, or of all files of a directory."""
     series = read_series(event_files(os.fspath(path)), on_corrupted or raise_error)
     return {tag: one.points() for tag, one in series.items()}

@@ -1,4 +1,5 @@
-"""The files of the package, its tests and its pages. Each is read and parsed once, for all rules about the source."""
+"""The files of the package, its tests and its pages. Each is read and parsed once, for all rules
+about the source."""
 
 import ast
 import functools
@@ -35,7 +36,8 @@ def nodes_of(path):
 
 
 def import_file(path):
-    """Return a file that is in no package as a new module, whose name is not that of another one."""
+    """Return a file that is in no package as a new module, whose name is not that of another
+    one."""
     spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

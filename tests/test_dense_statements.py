@@ -1,7 +1,8 @@
 """A statement has one thought: none has three conditions, comprehensions, lambdas or named values.
 
-This is not a budget. Two of them in one statement may be good or bad, as a review decides; of three, no good example
-was found. Statements that contain others, such as `if` and `for`, count with their heads alone.
+This is not a budget. Two of them in one statement may be good or bad, as a review decides; of
+three, no good example was found. Statements that contain others, such as `if` and `for`, count with
+their heads alone.
 """
 
 import ast
@@ -10,7 +11,9 @@ from collections.abc import Iterator
 import pytest
 from source_files import MODULES, tree_of
 
-DENSE = (ast.IfExp, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, ast.NamedExpr)
+DENSE = (
+    ast.IfExp, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, ast.NamedExpr,
+)  # fmt: skip
 BODIES = {"body", "orelse", "finalbody", "handlers", "cases", "decorator_list"}
 """The fields of a statement that are statements of their own, or about the whole of a function."""
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -29,7 +32,8 @@ def own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
 def is_dense(statement: ast.stmt) -> bool:
     """Return whether a statement has three parts that a reader must hold in the head together.
 
-    A chain of `and` and `or` is one such part if it has more than three operators, and three if it has five.
+    A chain of `and` and `or` is one such part if it has more than three operators, and three if it
+    has five.
     """
     parts = 0
     operators = 0
@@ -46,7 +50,8 @@ def is_dense(statement: ast.stmt) -> bool:
 
 
 def dense_statements(node: ast.AST, owner: str) -> Iterator[tuple[str, ast.stmt]]:
-    """Yield the dense statements below a node, each with the qualified name of the function or class that it is in."""
+    """Yield the dense statements below a node, each with the qualified name of the function or
+    class that it is in."""
     for child in ast.iter_child_nodes(node):
         name = f"{owner}.{child.name}" if isinstance(child, DEFINITIONS) else owner
         if isinstance(child, ast.stmt) and not isinstance(child, DEFINITIONS) and is_dense(child):

@@ -1,7 +1,8 @@
 """`formats.txt`: the number of each kind of file beside its fields, keys and tags.
 
-Who changes one of them changes the file on purpose: `python tests/test_formats.py` writes it. If the previous release
-would misread what is written now, the number of this kind goes up, and docs/how/compatibility.md says since when.
+Who changes one of them changes the file on purpose: `python tests/test_formats.py` writes it. If
+the previous release would misread what is written now, the number of this kind goes up, and
+docs/how/compatibility.md says since when.
 """
 
 import pathlib
@@ -51,11 +52,26 @@ def formats() -> Iterator[tuple[str, object, list[str]]]:
     key = tagged_arrays.jax_parts(jax.random.key(0))["$jax"]
     yield "tagged values, an array of JAX", manifest.TAGS_FORMAT, sorted(key)
     yield "record of hooks' states", hook_states.RECORD_FORMAT, sorted(hook_states._RECORD_KEYS)
-    yield "record of hooks' states, a state", hook_states.RECORD_FORMAT, sorted(hook_states._STATE_KEYS)
+    yield (
+        "record of hooks' states, a state",
+        hook_states.RECORD_FORMAT,
+        sorted(hook_states._STATE_KEYS),
+    )
     for hook in (jstep.EvaluationHook, MetricCallback, jstep.KeepBest, jstep.History):
         state = hook_states._FORMATS[hook]
-        yield f"state of {hook.__name__}", state.number, [f"{name}={value!r}" for name, value in state.defaults.items()]
-    for kind in (schema.Start, schema.Process, schema.Parent, schema.Stall, schema.KeepBestRecord, schema.StateChange):
+        yield (
+            f"state of {hook.__name__}",
+            state.number,
+            [f"{name}={value!r}" for name, value in state.defaults.items()],
+        )
+    for kind in (
+        schema.Start,
+        schema.Process,
+        schema.Parent,
+        schema.Stall,
+        schema.KeepBestRecord,
+        schema.StateChange,
+    ):
         yield f"starts, {kind.__name__}", starts.VERSION, fields_of(kind)
     yield "starts, ProcessRecord", process_files.PROCESS_VERSION, fields_of(schema.ProcessRecord)
     for kind in (schema.SetupFile, schema.Setup, schema.SetupProgram):
@@ -75,8 +91,15 @@ def slots() -> Iterator[tuple[str, object, list[str]]]:
     for name, entry in TABLE.items():
         params = {"w": jnp.ones((8, 4), jnp.bfloat16), "b": jnp.ones(4)}
         shapes = jax.eval_shape(entry.make(0.1).init, params)
-        kinds = {slot: sorted({str(leaf.dtype) for leaf in jax.tree.leaves(tree)}) for slot, tree in shapes.items()}
-        yield f"slots of {name}", manifest.FORMAT, [f"{slot} {' '.join(dtypes)}" for slot, dtypes in kinds.items()]
+        kinds = {
+            slot: sorted({str(leaf.dtype) for leaf in jax.tree.leaves(tree)})
+            for slot, tree in shapes.items()
+        }
+        yield (
+            f"slots of {name}",
+            manifest.FORMAT,
+            [f"{slot} {' '.join(dtypes)}" for slot, dtypes in kinds.items()],
+        )
 
 
 def text() -> str:
@@ -85,7 +108,9 @@ def text() -> str:
 
 def test_what_files_hold_changes_on_purpose() -> None:
     recorded = FILE.read_text(encoding="utf-8")
-    assert text() == recorded, "raise the number of this kind of file if need be, and run python tests/test_formats.py"
+    assert text() == recorded, (
+        "raise the number of this kind of file if need be, and run python tests/test_formats.py"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Golden runs: what each release wrote is restored, continued and looked at by this version.
 
-`dev/golden.py` wrote them, once for each release, and nothing writes them again. Hashes are of what is restored: what
-the next steps give may depend on the version of JAX.
+`dev/golden.py` wrote them, once for each release, and nothing writes them again. Hashes are of what
+is restored: what the next steps give may depend on the version of JAX.
 """
 
 import json
@@ -31,17 +31,21 @@ def golden(request, tmp_path):
     """A copy of the golden runs of a release."""
     shutil.copytree(GOLDEN / request.param, tmp_path / "runs")
     for path in (tmp_path / "runs").glob("*/stalls/*.json"):
-        # In a new clone it was written just now, as if its process, on another host, were still waiting.
+        # In a new clone it was written just now, as if its process, on another host, were still
+        # waiting.
         os.utime(path, (0, 0))
     return tmp_path / "runs"
 
 
 def hashes_of(tree):
-    return {path: f"{a:08x}{b:08x}" for path, (a, b) in jstep.fingerprint(tree, per_leaf=True).items()}
+    return {
+        path: f"{a:08x}{b:08x}" for path, (a, b) in jstep.fingerprint(tree, per_leaf=True).items()
+    }
 
 
 def test_no_format_has_changed_since_the_newest_golden_runs():
-    """Another format needs golden runs of its own, because the next release has to read it: see dev/README.md."""
+    """Another format needs golden runs of its own, because the next release has to read it: see
+    dev/README.md."""
     assert (GOLDEN / VERSIONS[-1] / "formats.txt").read_text() == FORMATS.read_text()
 
 
@@ -57,7 +61,11 @@ def test_golden_runs_are_small_and_say_nothing_of_the_machine(version):
             assert fields["commit"] is None
             assert 1_767_225_000 < fields["began"] < 1_767_240_000
         for stall in (GOLDEN / version / run / "stalls").glob("*.json"):
-            lines = [line for stack in json.loads(stall.read_bytes())["threads"].values() for line in stack]
+            lines = [
+                line
+                for stack in json.loads(stall.read_bytes())["threads"].values()
+                for line in stack
+            ]
             assert all(line.startswith(("/jstep/", "/python/", "/tmp/golden/")) for line in lines)
 
 
@@ -130,4 +138,8 @@ def test_the_commands_show_each_run(golden, capsys, tmp_path):
             shown("diff", where / f"model-{LAST_STEPS[name]}", where / f"model-{LAST_STEPS[name]}")
     shown("report", golden / "everything", "-o", tmp_path / "page.html")
     assert "eval/loss" in (tmp_path / "page.html").read_text()
-    shown("diff", golden / "everything" / "fingerprints.jsonl", golden / "everything" / "fingerprints.jsonl")
+    shown(
+        "diff",
+        golden / "everything" / "fingerprints.jsonl",
+        golden / "everything" / "fingerprints.jsonl",
+    )

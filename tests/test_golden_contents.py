@@ -1,6 +1,8 @@
-"""What files can hold, by the lists that `formats.txt` is made of: each of it is in a golden run of this version.
+"""What files can hold, by the lists that `formats.txt` is made of: each of it is in a golden run of
+this version.
 
-What a release has written can only be read later if its golden runs have it; after the release nothing is added.
+What a release has written can only be read later if its golden runs have it; after the release
+nothing is added.
 """
 
 import json
@@ -47,7 +49,12 @@ LEFT_OUT = {
 
 def present(kind: str, records: Iterable[Mapping[str, object]]) -> set[str]:
     """Return the fields that a record has with a value that says something."""
-    return {f"{kind} {name}" for record in records for name, value in record.items() if value not in (None, "", [], {})}
+    return {
+        f"{kind} {name}"
+        for record in records
+        for name, value in record.items()
+        if value not in (None, "", [], {})
+    }
 
 
 def walk(value: object) -> Iterable[object]:
@@ -77,8 +84,21 @@ def can_be_written() -> set[str]:
         "kind of file": ("event file", "history", "fingerprints", "mark of a bucket"),
     }
     for record in (
-        *(schema.Start, schema.Process, schema.Parent, schema.Stall, schema.KeepBestRecord, schema.StateChange),
-        *(schema.ProcessRecord, schema.SetupFile, schema.Setup, schema.SetupProgram, schema.StallFile),
+        *(
+            schema.Start,
+            schema.Process,
+            schema.Parent,
+            schema.Stall,
+            schema.KeepBestRecord,
+            schema.StateChange,
+        ),
+        *(
+            schema.ProcessRecord,
+            schema.SetupFile,
+            schema.Setup,
+            schema.SetupProgram,
+            schema.StallFile,
+        ),
     ):
         kinds[record.__name__] = record.__annotations__
     for hook in HOOKS:
@@ -88,13 +108,19 @@ def can_be_written() -> set[str]:
 
 def is_written() -> set[str]:
     manifests = loaded("**/manifest.json")
-    extras = [extra for extra in (found["extra"] for found in manifests) if isinstance(extra, dict) and "run" in extra]
+    extras = [
+        extra
+        for extra in (found["extra"] for found in manifests)
+        if isinstance(extra, dict) and "run" in extra
+    ]
     values = [*extras, *positions_of_processes()]
     found = present("manifest", manifests)
     found |= present("leaf", (leaf for one in manifests for leaf in one["leaves"]))
     # Its value is None where it is written.
     found |= {"leaf array" for one in manifests for leaf in one["leaves"] if "array" in leaf}
-    found |= present("left-out leaf", (leaf for one in manifests for leaf in one.get("left_out", ())))
+    found |= present(
+        "left-out leaf", (leaf for one in manifests for leaf in one.get("left_out", ()))
+    )
     found |= present("retention", (one["retention"] for one in manifests))
     found |= present("extra", extras)
     found |= present("position", (extra["batches"] for extra in extras if "batches" in extra))
@@ -110,14 +136,18 @@ def is_written() -> set[str]:
     records = [extra["hooks"] for extra in extras if "hooks" in extra]
     found |= present("record of hooks", records)
     items = [item for record in records for item in walk(record)]  # with those of callbacks
-    found |= present("state of a hook", (item for item in items if isinstance(item, dict) and "class" in item))
+    found |= present(
+        "state of a hook", (item for item in items if isinstance(item, dict) and "class" in item)
+    )
     found |= states_of_hooks(records)
     return found | records_of_starts() | kinds_of_files()
 
 
 def positions_of_processes() -> list[object]:
     with jstep.Saver(RUNS / "odd_processes") as saver:
-        return [json.loads(saver.read_file(f"position.process_{process}", 6)) for process in range(2)]
+        return [
+            json.loads(saver.read_file(f"position.process_{process}", 6)) for process in range(2)
+        ]
 
 
 def states_of_hooks(records: Iterable[object]) -> set[str]:
@@ -137,14 +167,22 @@ def records_of_starts() -> set[str]:
     starts = loaded("*/starts/*.00000?.json")
     others = loaded("*/starts/*.1.json")
     setups = loaded("*/starts/*.card.json")
-    found = present("Start", starts) | present("ProcessRecord", others) | present("SetupFile", setups)
+    found = (
+        present("Start", starts) | present("ProcessRecord", others) | present("SetupFile", setups)
+    )
     found |= present("Process", (record["process"] for record in (*starts, *others)))
     found |= present("Parent", (start["parent"] for start in starts if start["parent"]))
     found |= present("Stall", (stall for start in starts for stall in start["stalls"]))
-    found |= present("KeepBestRecord", (kept for start in starts for kept in start["kept"].values()))
-    found |= present("StateChange", (change for start in starts for change in start["state_changes"]))
+    found |= present(
+        "KeepBestRecord", (kept for start in starts for kept in start["kept"].values())
+    )
+    found |= present(
+        "StateChange", (change for start in starts for change in start["state_changes"])
+    )
     found |= present("Setup", (setup["card"] for setup in setups))
-    found |= present("SetupProgram", (program for setup in setups for program in setup["card"]["programs"]))
+    found |= present(
+        "SetupProgram", (program for setup in setups for program in setup["card"]["programs"])
+    )
     return found | present("StallFile", loaded("*/stalls/*.json"))
 
 
@@ -160,4 +198,6 @@ def kinds_of_files() -> set[str]:
 
 def test_each_thing_that_files_can_hold_is_in_a_golden_run() -> None:
     missing = can_be_written() - is_written()
-    assert missing == set(LEFT_OUT), "add it to golden_runs.py, and write the runs of this version (dev/README.md)"
+    assert missing == set(LEFT_OUT), (
+        "add it to golden_runs.py, and write the runs of this version (dev/README.md)"
+    )

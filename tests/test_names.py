@@ -1,4 +1,5 @@
-"""Names of values are nouns: a reader can search for `own_shards`, but not for `own`. Conditions are an `if`."""
+"""Names of values are nouns: a reader can search for `own_shards`, but not for `own`. Conditions
+are an `if`."""
 
 import ast
 import functools
@@ -7,7 +8,9 @@ from collections.abc import Iterable, Set
 import pytest
 from source_files import MODULES, nodes_of, text_of
 
-NOT_NOUNS = {"own", "there", "mine", "of", "each", "held", "its", "one", "now", "then", "more", "rest"}
+NOT_NOUNS = {
+    "own", "there", "mine", "of", "each", "held", "its", "one", "now", "then", "more", "rest",
+}  # fmt: skip
 
 
 def vague_names(node: ast.AST) -> list[str]:
@@ -21,8 +24,14 @@ def vague_names(node: ast.AST) -> list[str]:
 
 def keys_of_files(nodes: Iterable[ast.AST]) -> set[ast.AST]:
     """Return the fields of TypedDicts: they are keys of files that exist."""
-    kinds = [node for node in nodes if isinstance(node, ast.ClassDef) and "TypedDict" in map(ast.unparse, node.bases)]
-    return {field.target for kind in kinds for field in kind.body if isinstance(field, ast.AnnAssign)}
+    kinds = [
+        node
+        for node in nodes
+        if isinstance(node, ast.ClassDef) and "TypedDict" in map(ast.unparse, node.bases)
+    ]
+    return {
+        field.target for kind in kinds for field in kind.body if isinstance(field, ast.AnnAssign)
+    }
 
 
 def test_names_of_values_are_nouns() -> None:
@@ -38,7 +47,10 @@ def test_names_of_values_are_nouns() -> None:
 
 
 def test_vague_names_are_found() -> None:
-    tree = ast.parse("def f(own, *rest, **more):\n    for each, x in its:\n        now: int = each\n    return now\n")
+    tree = ast.parse(
+        "def f(own, *rest, **more):\n    for each, x in its:\n"
+        "        now: int = each\n    return now\n"
+    )
     assert sorted(name for node in ast.walk(tree) for name in vague_names(node)) == [
         "each",
         "more",
@@ -59,7 +71,10 @@ def bools_of(nodes: Iterable[ast.AST]) -> frozenset[str]:
     """Return the names of parameters and fields that are annotated `bool`."""
     found = set()
     for node in nodes:
-        if isinstance(node, ast.arg | ast.AnnAssign) and ast.unparse(node.annotation or ast.Constant(0)) == "bool":
+        if (
+            isinstance(node, ast.arg | ast.AnnAssign)
+            and ast.unparse(node.annotation or ast.Constant(0)) == "bool"
+        ):
             found.add(node.arg if isinstance(node, ast.arg) else ast.unparse(node.target))
     return frozenset(found)
 
@@ -78,7 +93,9 @@ def is_truth(node: ast.AST, bools: Set[str]) -> bool:
         return node.id in bools or node.id.startswith(("is_", "has_"))
     if isinstance(node, ast.Attribute):
         return node.attr in fields() or node.attr.lstrip("_").startswith(("is_", "has_"))
-    return isinstance(node, ast.Compare) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
+    return isinstance(node, ast.Compare) or (
+        isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+    )
 
 
 def hides_condition(node: ast.AST, bools: Set[str]) -> bool:
@@ -103,7 +120,11 @@ def test_conditions_are_written_as_such() -> None:
     for module, path in MODULES.items():
         nodes = nodes_of(path)
         bools = bools_of(nodes)
-        found += [f"{module}:{node.lineno}: {ast.unparse(node)}" for node in nodes if hides_condition(node, bools)]
+        found += [
+            f"{module}:{node.lineno}: {ast.unparse(node)}"
+            for node in nodes
+            if hides_condition(node, bools)
+        ]
     assert not found, "write an `if`"
 
 
@@ -128,7 +149,12 @@ def test_hidden_conditions_are_found(code: str) -> None:
 
 @pytest.mark.parametrize(
     "code",
-    ["[0] * count", "n * (rows or 0)", "[z for x in y or [] if (z := f(x)) is not None]", "[x for x in y if x and z]"],
+    [
+        "[0] * count",
+        "n * (rows or 0)",
+        "[z for x in y or [] if (z := f(x)) is not None]",
+        "[x for x in y if x and z]",
+    ],
 )
 def test_other_forms_are_allowed(code: str) -> None:
     assert not any(hides_condition(node, {"optional"}) for node in ast.walk(ast.parse(code)))

@@ -20,7 +20,9 @@ def interrupt(call):
     """Press Ctrl-C while a call waits for something."""
 
     def interrupted():
-        threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        threading.Timer(
+            0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+        ).start()
         call()
 
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,9 +1,10 @@
-"""The part bits: which promises of docs/how/bits.md hold on this device, and under which flags of XLA.
+"""The part bits: which promises of docs/how/bits.md hold on this device, and under which flags of
+XLA.
 
-Each network is trained in several processes (bits_runs.py), and the fingerprints of all leaves are compared at each
-step that two runs recorded. Each network has an equal share of the time, since compiling some thirty programs may take
-minutes. Networks in which a promise does not hold are then trained again with XLA's flags for deterministic programs.
-This process uses no device.
+Each network is trained in several processes (bits_runs.py), and the fingerprints of all leaves are
+compared at each step that two runs recorded. Each network has an equal share of the time, since
+compiling some thirty programs may take minutes. Networks in which a promise does not hold are then
+trained again with XLA's flags for deterministic programs. This process uses no device.
 """
 
 import itertools
@@ -43,7 +44,12 @@ PROMISES = {
     "lanes=8, Auto axes, FSDP": (LANES, "lanes=8: FSDP", True),
     "lanes=8, Explicit axes, FSDP": (LANES, "lanes=8: FSDP, Explicit axes", True),
 }
-FLAGS = {"gpu": ["--xla_gpu_autotune_level=0", "--xla_gpu_autotune_level=0 --xla_gpu_deterministic_ops=true"]}
+FLAGS = {
+    "gpu": [
+        "--xla_gpu_autotune_level=0",
+        "--xla_gpu_autotune_level=0 --xla_gpu_deterministic_ops=true",
+    ]
+}
 """Backend → the flags that are tried one after the other, until all promises hold."""
 
 
@@ -69,22 +75,27 @@ def recorded(name: str, dtype: str, flags: str, share: float) -> dict[str, Any]:
     try:
         for what, number in (("first", 0), ("killed", 0), ("killed", 1), ("others", 0)):
             result = directory / f"{what}{number}.json"
-            command = [sys.executable, str(HERE / "bits_runs.py"), name, dtype, what, str(directory / what),
-                       str(result)]  # fmt: skip
+            command = [sys.executable, str(HERE / "bits_runs.py"), name, dtype, what,
+                       str(directory / what), str(result)]  # fmt: skip
             try:
-                code = run_child(command, variables | {"BITS_UNTIL": str(began + share)}, seconds_left())
+                code = run_child(
+                    command, variables | {"BITS_UNTIL": str(began + share)}, seconds_left()
+                )
             except subprocess.TimeoutExpired:
                 code = None
             if result.exists():
                 one = json.loads(result.read_text(encoding="utf-8"))
-                found = {"ways": found["ways"] | one["ways"], "errors": found["errors"] + one["errors"],
+                found = {"ways": found["ways"] | one["ways"],
+                         "errors": found["errors"] + one["errors"],
                          "left_out": found["left_out"] + one["left_out"]}  # fmt: skip
             # The first start of `killed` is to be killed.
             expected = -9 if (what, number) == ("killed", 0) and not found["left_out"] else 0
             if code is None:
                 found["left_out"].append(f"the rest of the process {what!r}")
             elif code.returncode != expected:
-                found["errors"].append(f"{what}: exit code {code.returncode}: {last_line(code.stderr)}")
+                found["errors"].append(
+                    f"{what}: exit code {code.returncode}: {last_line(code.stderr)}"
+                )
             if found["left_out"]:
                 found["left_out"] += ["the processes after it"] if what != "others" else []
                 break
@@ -103,23 +114,32 @@ def compare(report: PartReport, title: str, found: dict[str, Any], flags: str) -
         steps = len(ways[other].keys() & ways[way].keys())
         seen = "the same bits" if difference is None else f"differs from {difference}"
         seen = seen if steps else "no state in common"
-        report.row(f"{title}: {what}", promised="yes" if is_promised else "no", seen=seen, states=steps,
-                   flags=flags or "none")  # fmt: skip
+        report.row(f"{title}: {what}", promised="yes" if is_promised else "no", seen=seen,
+                   states=steps, flags=flags or "none")  # fmt: skip
         if is_promised and (difference is not None or not steps):
             broken.append(what)
     for error in found["errors"]:
         report.row(f"{title}: a process", failed=error, flags=flags or "none")
     if found["left_out"]:
-        report.left_out(f"{title}: {', '.join(found['left_out'])}", f"no time: benchmarks/accelerator.sh bits:{title}")
+        report.left_out(
+            f"{title}: {', '.join(found['left_out'])}",
+            f"no time: benchmarks/accelerator.sh bits:{title}",
+        )
     return broken
 
 
 def main() -> int:
     report = PartReport("bits")
-    chosen = sys.argv[1:] or [f"{name}-{dtype}" for dtype, name in itertools.product(DTYPES, NETWORKS)]
+    chosen = sys.argv[1:] or [
+        f"{name}-{dtype}" for dtype, name in itertools.product(DTYPES, NETWORKS)
+    ]
     if QUICK and not sys.argv[1:]:
         chosen = chosen[:1]
-    if wrong := [title for title in chosen if title.partition("-")[::2] not in itertools.product(NETWORKS, DTYPES)]:
+    if wrong := [
+        title
+        for title in chosen
+        if title.partition("-")[::2] not in itertools.product(NETWORKS, DTYPES)
+    ]:
         report.say(f"  {wrong[0]}: must be one of {NETWORKS} and one of {DTYPES}, as dense-float32")
         return 2
     failed, table = False, {}
@@ -127,7 +147,9 @@ def main() -> int:
         for i, title in enumerate(chosen):
             if seconds_left() < 20:
                 report.left_out(
-                    title, f"no time is left for flags {flags or 'none'}: benchmarks/accelerator.sh bits:{title}"
+                    title,
+                    f"no time is left for flags {flags or 'none'}: "
+                    f"benchmarks/accelerator.sh bits:{title}",
                 )
                 continue
             name, _, dtype = title.partition("-")

@@ -1,10 +1,11 @@
-"""One process of the part bits: trains a network in several ways, and writes the fingerprints of all states.
+"""One process of the part bits: trains a network in several ways, and writes the fingerprints of
+all states.
 
     python bits_runs.py NETWORK DTYPE (first | killed | others) DIRECTORY RESULT.json
 
-The result is {way: {step: {path of a leaf: fingerprint}}}, written after each way, because the process may be stopped:
-each way compiles its programs anew, which takes seconds on a GPU and more on a TPU. No way begins after BITS_UNTIL.
-`killed` kills itself in the middle and is started again.
+The result is {way: {step: {path of a leaf: fingerprint}}}, written after each way, because the
+process may be stopped: each way compiles its programs anew, which takes seconds on a GPU and more
+on a TPU. No way begins after BITS_UNTIL. `killed` kills itself in the middle and is started again.
 """
 
 import json
@@ -65,7 +66,8 @@ class Runs:
         hooks: tuple[Any, ...] = (),
         **options: Any,
     ) -> dict[int, Any]:
-        """Train from scratch, by a step that is compiled anew, and record each state that a hook sees."""
+        """Train from scratch, by a step that is compiled anew, and record each state that a hook
+        sees."""
         optimizer = jstep.chain(
             jstep.clip_gradients(by_global_norm=1.0),
             jstep.adamw(jstep.warmup_cosine_decay(3e-3, warmup_steps=10, decay_steps=STEPS)),
@@ -117,27 +119,42 @@ def others(runs: Runs, directory: Path) -> None:
     runs.run("other hooks and saves", hooks=(jstep.every(7, lambda *_: None),), log_steps=3,
              checkpoint_dir=directory / "hooks", save_checkpoint_steps=11)  # fmt: skip
     runs.run("compact", compact=True)
-    runs.run("compact, cut and resumed", compact=True, cut=True, checkpoint_dir=directory / "compact")
-    runs.run("K=10, cut and resumed", every=10, steps_per_call=10, cut=True, checkpoint_dir=directory / "cut10")
+    runs.run(
+        "compact, cut and resumed", compact=True, cut=True, checkpoint_dir=directory / "compact"
+    )
+    runs.run(
+        "K=10, cut and resumed",
+        every=10,
+        steps_per_call=10,
+        cut=True,
+        checkpoint_dir=directory / "cut10",
+    )
     runs.run("lanes=8, K=10", lanes=8, every=10, steps_per_call=10)
     runs.run("K=auto", every=10, steps_per_call="auto")
     for kind, mesh in meshes.items():
         runs.run(f"{kind} axes", mesh=mesh)
         if count > 1:
             runs.run(f"lanes=8, {kind} axes, FSDP", mesh=mesh, lanes=8, fsdp=True)
-    runs.run("K=10, other hooks", every=10, steps_per_call=10, hooks=(jstep.every(14, lambda *_: None),))
+    runs.run(
+        "K=10, other hooks", every=10, steps_per_call=10, hooks=(jstep.every(14, lambda *_: None),)
+    )
 
 
 def killed(runs: Runs, directory: Path) -> None:
-    """Train, killed by SIGKILL in the first start; the second one resumes from the last checkpoint."""
+    """Train, killed by SIGKILL in the first start; the second one resumes from the last
+    checkpoint."""
 
     def kill(step: int, state: Any, metrics: Any) -> None:
-        if step == CUT and jstep.latest_checkpoint(directory / "killed") and not (directory / "was_killed").exists():
+        if (
+            step == CUT
+            and jstep.latest_checkpoint(directory / "killed")
+            and not (directory / "was_killed").exists()
+        ):
             (directory / "was_killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    runs.run("killed and resumed", hooks=(jstep.every(1, kill),), checkpoint_dir=directory / "killed",
-             save_checkpoint_steps=5)  # fmt: skip
+    runs.run("killed and resumed", hooks=(jstep.every(1, kill),),
+             checkpoint_dir=directory / "killed", save_checkpoint_steps=5)  # fmt: skip
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
-"""The part memory: peak bytes of steps beside what `cost` says, bytes of state a parameter, batches on the device.
+"""The part memory: peak bytes of steps beside what `cost` says, bytes of state a parameter, batches
+on the device.
 
-Each row is measured in a process of its own, because a device counts its peak from the start of the process.
+Each row is measured in a process of its own, because a device counts its peak from the start of the
+process.
 """
 
 import json
@@ -13,7 +15,11 @@ from part_report import QUICK, PartReport, last_line, run_child, seconds_left
 
 SIDE, LAYERS, ROWS = (64, 2, 32) if QUICK else (4096, 4, 4096)
 OPTIMIZERS = ("adamw", "compact(adamw)", "lion", "sgd", "muon")
-CASES = [*(f"step: {name}" for name in OPTIMIZERS), "step: adamw, bfloat16 parameters", "loop: batches in flight"]
+CASES = [
+    *(f"step: {name}" for name in OPTIMIZERS),
+    "step: adamw, bfloat16 parameters",
+    "loop: batches in flight",
+]
 
 
 def measure(case: str) -> dict[str, Any]:
@@ -47,15 +53,26 @@ def measure(case: str) -> dict[str, Any]:
     train_step = jstep.minimize(loss_fn, optimizer)
 
     def create() -> Any:
-        return jstep.TrainState.create([jnp.full((SIDE, SIDE), 0.01, dtype) for _ in range(LAYERS)], optimizer)
+        return jstep.TrainState.create(
+            [jnp.full((SIDE, SIDE), 0.01, dtype) for _ in range(LAYERS)], optimizer
+        )
 
     if kind == "loop":
         x = np.ones((ROWS, SIDE), np.float16)
         jstep.train(train_step, create(), lambda step: x.astype(np.float32), 3, progress=False)
         one = peak()
-        jstep.train(train_step, create(), lambda step: x.astype(np.float32), 20 if QUICK else 200, progress=False)
+        jstep.train(
+            train_step,
+            create(),
+            lambda step: x.astype(np.float32),
+            20 if QUICK else 200,
+            progress=False,
+        )
         batch = ROWS * SIDE * 4
-        return {"batch MB": batch / 1e6, "batches at the peak": None if one is None else ((peak() or 0) - one) / batch}
+        return {
+            "batch MB": batch / 1e6,
+            "batches at the peak": None if one is None else ((peak() or 0) - one) / batch,
+        }
     x = jnp.ones((ROWS, SIDE), jnp.bfloat16)
     shapes = jax.eval_shape(create)
     said = jstep.cost(train_step, shapes, jax.ShapeDtypeStruct(x.shape, x.dtype))
@@ -66,7 +83,9 @@ def measure(case: str) -> dict[str, Any]:
     jax.block_until_ready(state)
     parameters = LAYERS * SIDE * SIDE
     seen = None if before is None else (peak() or 0) / 1e6
-    share = {} if seen is None or not said.peak_bytes else {"seen / said": seen * 1e6 / said.peak_bytes}
+    share = (
+        {} if seen is None or not said.peak_bytes else {"seen / said": seen * 1e6 / said.peak_bytes}
+    )
     return {
         "state bytes a parameter": sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / parameters,
         "peak MB, as cost says": (said.peak_bytes or 0) / 1e6,
@@ -89,16 +108,23 @@ def main() -> int:
             report.left_out(case, f"no time is left: benchmarks/accelerator.sh 'memory:{case}'")
             continue
         try:
-            done = run_child([sys.executable, __file__, "--measure", case], dict(os.environ), seconds_left())
+            done = run_child(
+                [sys.executable, __file__, "--measure", case], dict(os.environ), seconds_left()
+            )
         except subprocess.TimeoutExpired:
-            report.left_out(case, f"no time was left for all of it: benchmarks/accelerator.sh 'memory:{case}'")
+            report.left_out(
+                case, f"no time was left for all of it: benchmarks/accelerator.sh 'memory:{case}'"
+            )
             continue
         if done.returncode:
             failed += 1
             report.row(case, failed=last_line(done.stderr))
             continue
         values = json.loads(done.stdout.splitlines()[-1])
-        report.row(case, **{key: "not counted by this device" if x is None else x for key, x in values.items()})
+        report.row(
+            case,
+            **{key: "not counted by this device" if x is None else x for key, x in values.items()},
+        )
     return 1 if failed else 0
 
 

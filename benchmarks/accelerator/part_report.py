@@ -17,18 +17,28 @@ QUICK = bool(os.environ.get("ACCELERATOR_QUICK"))
 class PartReport:
     """The report of one part.
 
-    What was measured is kept if the part is stopped later: each row replaces the JSON file by a longer one.
+    What was measured is kept if the part is stopped later: each row replaces the JSON file by a
+    longer one.
     """
 
     def __init__(self, part: str) -> None:
         name = Path(os.environ["ACCELERATOR_OUT"], os.environ.get("ACCELERATOR_FILE", part))
-        self._text, self._json = name.with_name(name.name + ".txt"), name.with_name(name.name + ".json")
+        self._text, self._json = (
+            name.with_name(name.name + ".txt"),
+            name.with_name(name.name + ".json"),
+        )
         self._rows: list[dict[str, Any]] = []
-        self._head = {"part": part, "device": json.loads(os.environ["ACCELERATOR_DEVICE"]), "quick": QUICK}
+        self._head = {
+            "part": part,
+            "device": json.loads(os.environ["ACCELERATOR_DEVICE"]),
+            "quick": QUICK,
+        }
         self.backend = str(self._head["device"]["backend"])
         self._text.write_text("")
         self._write()  # not the rows of an earlier run, if this one does not come to its first
-        self.say(f"{part}: {describe(self._head['device'])}{' (quick: no figures)' if QUICK else ''}")
+        self.say(
+            f"{part}: {describe(self._head['device'])}{' (quick: no figures)' if QUICK else ''}"
+        )
 
     def say(self, line: str) -> None:
         """Show a line."""
@@ -39,7 +49,9 @@ class PartReport:
     def row(self, name: str, **values: Any) -> None:
         """Show a row, and write all rows so far."""
         self._rows.append({"name": name, **values})
-        self.say(f"  {name:58s} " + "  ".join(f"{key} {shown(value)}" for key, value in values.items()))
+        self.say(
+            f"  {name:58s} " + "  ".join(f"{key} {shown(value)}" for key, value in values.items())
+        )
         self._write()
 
     def _write(self) -> None:
@@ -59,7 +71,10 @@ def shown(value: Any) -> str:
 
 def describe(device: dict[str, Any]) -> str:
     """Return the device in a line."""
-    return f"{device['count']} × {device['kind']} ({device['backend']}), JAX {device['jax']}, {device['driver']}"
+    return (
+        f"{device['count']} × {device['kind']} ({device['backend']}), "
+        f"JAX {device['jax']}, {device['driver']}"
+    )
 
 
 def seconds_left() -> float:
@@ -72,14 +87,21 @@ def run_child(
 ) -> subprocess.CompletedProcess[str]:
     """Run a process for at most some seconds.
 
-    Its output is read from files: with pipes, what it started itself would keep the part waiting after the limit.
+    Its output is read from files: with pipes, what it started itself would keep the part waiting
+    after the limit.
 
     Raises:
         subprocess.TimeoutExpired: It was killed at the limit.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         done = subprocess.run(
-            command, env=variables, cwd=cwd, timeout=max(1.0, limit), stdout=out, stderr=err, check=False
+            command,
+            env=variables,
+            cwd=cwd,
+            timeout=max(1.0, limit),
+            stdout=out,
+            stderr=err,
+            check=False,
         )
         texts = []
         for file in (out, err):
@@ -98,7 +120,9 @@ def installed(report: PartReport, package: str) -> bool:
     try:
         __import__(package)
     except Exception as error:  # a package that is there and does not load is one that is missing
-        report.say(f"  {package} is not available ({type(error).__name__}: {error}): its rows are left out")
+        report.say(
+            f"  {package} is not available ({type(error).__name__}: {error}): its rows are left out"
+        )
         return False
     return True
 
@@ -106,7 +130,8 @@ def installed(report: PartReport, package: str) -> bool:
 def each(report: PartReport, measured: dict[str, Any]) -> int:
     """Call functions by their names, each of which adds rows; return how many failed.
 
-    One that fails is named, and does not end the others; those that there is no time for are named, too.
+    One that fails is named, and does not end the others; those that there is no time for are named,
+    too.
     """
     failed = 0
     for name, measure in measured.items():
@@ -117,6 +142,10 @@ def each(report: PartReport, measured: dict[str, Any]) -> int:
             measure()
         except Exception as error:
             failed += 1
-            report.row(name, failed=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
+            report.row(
+                name,
+                failed=f"{type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else ''}"[:300],
+            )
             sys.excepthook(type(error), error, error.__traceback__)
     return failed

@@ -1,6 +1,7 @@
 """Runs the parts of benchmarks/accelerator.sh, each in processes of its own, with a time limit.
 
-This process never initializes a device: JAX takes most of a GPU's memory in the first process that does.
+This process never initializes a device: JAX takes most of a GPU's memory in the first process that
+does.
 """
 
 import argparse
@@ -44,7 +45,7 @@ print(json.dumps({
     "jax": jax.__version__, "jaxlib": jaxlib.__version__, "platform_version": devices[0].client.platform_version,
     "bytes_limit": memory.get("bytes_limit"),
 }))
-"""
+"""  # noqa: E501
 
 
 def environment(quick: bool) -> dict[str, str]:
@@ -53,7 +54,8 @@ def environment(quick: bool) -> dict[str, str]:
     variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
     if quick:
         variables |= {"ACCELERATOR_QUICK": "1"}
-        if "JAX_PLATFORMS" not in os.environ:  # two virtual devices on a CPU; `--quick` on a GPU: JAX_PLATFORMS=cuda
+        if "JAX_PLATFORMS" not in os.environ:
+            # Two virtual devices on a CPU. For `--quick` on a GPU: JAX_PLATFORMS=cuda
             variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "NPROC": "64"}
     return variables
 
@@ -72,17 +74,28 @@ def probe(variables: dict[str, str]) -> dict[str, Any]:
     """Return what JAX says of the devices, in a process that ends before others start."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", PROBE], env=variables, capture_output=True, text=True, timeout=300, check=False
+            [sys.executable, "-c", PROBE],
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         why = "another process may hold the device, or JAX waits for the other hosts of a TPU slice"
         sys.exit(refused(f"JAX found no device within 300 s: {why}."))
     if done.returncode:
         last = last_line(done.stderr)
-        sys.exit(refused(f"{sys.executable} cannot use JAX: {last}; set PYTHON to the interpreter that has it."))
+        sys.exit(
+            refused(
+                f"{sys.executable} cannot use JAX: {last}; "
+                "set PYTHON to the interpreter that has it."
+            )
+        )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    keep = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION", "XLA_PYTHON_CLIENT_MEM_FRACTION",
-            "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR", "CUDA_VISIBLE_DEVICES")  # fmt: skip
+    keep = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION",
+            "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE",
+            "XLA_PYTHON_CLIENT_ALLOCATOR", "CUDA_VISIBLE_DEVICES")  # fmt: skip
     return found | {
         "driver": driver(),
         "python": sys.version.split()[0],
@@ -101,14 +114,17 @@ def run_part(part: str, variables: dict[str, str]) -> int | None:
     name, _, only = part.partition(":")
     command = [sys.executable, str(HERE / PARTS[name]), *([only] if only else [])]
     began, code = time.monotonic(), None
-    # Checkpoints are large and /tmp may be small; and what a killed process leaves is deleted with the folder.
+    # Checkpoints are large and /tmp may be small; and what a killed process leaves is deleted with
+    # the folder.
     scratch = tempfile.mkdtemp(prefix="scratch-", dir=variables["ACCELERATOR_OUT"])
     more = {
         "ACCELERATOR_DEADLINE": str(time.time() + LIMIT - RESERVE),
         "ACCELERATOR_FILE": re.sub(r"[^\w.=-]+", "-", part).strip("-"),
         "TMPDIR": scratch,
     }
-    process = subprocess.Popen(command, env=variables | more, stdin=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command, env=variables | more, stdin=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         code = process.wait(timeout=LIMIT)
     except subprocess.TimeoutExpired:
@@ -118,21 +134,30 @@ def run_part(part: str, variables: dict[str, str]) -> int | None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         shutil.rmtree(scratch, ignore_errors=True)
-    ended = {0: "ended well", None: f"was stopped after {LIMIT} s; its rows so far are kept"}.get(code, "FAILED")
+    ended = {0: "ended well", None: f"was stopped after {LIMIT} s; its rows so far are kept"}.get(
+        code, "FAILED"
+    )
     print(f"{part}: {ended} ({time.monotonic() - began:.0f} s)", flush=True)
     return code
 
 
 def stop(number: int, frame: Any) -> None:
-    """End as after Ctrl-C: a part must not outlive the terminal or the job, with the device in its hands."""
+    """End as after Ctrl-C: a part must not outlive the terminal or the job, with the device in its
+    hands."""
     sys.exit(128 + number)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks/accelerator.sh", description=__doc__)
-    parser.add_argument("parts", nargs="*", default=[], metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
+    parser.add_argument(
+        "parts", nargs="*", default=[], metavar="PART", help=f"{', '.join(PARTS)} (default: all)"
+    )
     parser.add_argument("--out", default="accelerator-out", help="folder for text and JSON")
-    parser.add_argument("--quick", action="store_true", help="small sizes, on CPU devices unless JAX_PLATFORMS is set")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small sizes, on CPU devices unless JAX_PLATFORMS is set",
+    )
     given = parser.parse_args()
     parts = given.parts or list(PARTS)
     if unknown := [part for part in parts if part.partition(":")[0] not in PARTS]:
@@ -140,7 +165,10 @@ def main() -> int:
     variables = environment(given.quick)
     device = probe(variables)
     if device["backend"] == "cpu" and not given.quick:
-        return refused("JAX finds no accelerator here, only the CPU; --quick tries the scripts on it, without figures.")
+        return refused(
+            "JAX finds no accelerator here, only the CPU; "
+            "--quick tries the scripts on it, without figures."
+        )
     out = Path(given.out).absolute()
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,9 @@
-"""The part speed: times of steps, optimizers, checkpoints and the loop, beside Optax and raw JAX in the same process.
+"""The part speed: times of steps, optimizers, checkpoints and the loop, beside Optax and raw JAX in
+the same process.
 
-Bytes per second are also given as a share of what a copy of 1 GB reaches in the same run, operations as a share of a
-large product in bfloat16. PyTorch's fused optimizers run in another process (torch_speed.py).
+Bytes per second are also given as a share of what a copy of 1 GB reaches in the same run,
+operations as a share of a large product in bfloat16. PyTorch's fused optimizers run in another
+process (torch_speed.py).
 """
 
 import functools
@@ -37,7 +39,9 @@ measured: dict[str, float] = {}
 """Bytes per second of a copy, operations per second of a product."""
 
 
-def timed(contenders: dict[str, Callable[[], Any]], rounds: int = 11, calls: int = 5) -> dict[str, float]:
+def timed(
+    contenders: dict[str, Callable[[], Any]], rounds: int = 11, calls: int = 5
+) -> dict[str, float]:
     """Return the median seconds of a call of each contender; they take turns."""
     rounds = 3 if QUICK else rounds
     for run in contenders.values():
@@ -128,18 +132,23 @@ def steps_of_networks() -> None:
         batch = jax.tree.map(jnp.asarray, batch if isinstance(batch, tuple) else (batch,))
         optimizer = jstep.adamw(1e-3, weight_decay=1e-2)
         contenders = {
-            "jstep": stepping(jstep.minimize(loss_fn, optimizer), jstep_state(params, optimizer), *batch),
+            "jstep": stepping(
+                jstep.minimize(loss_fn, optimizer), jstep_state(params, optimizer), *batch
+            ),
             "raw JAX": stepping(raw_adam(loss_fn), raw_state(params), *batch),
         }
         if HAS_OPTAX:
             contenders["Optax"] = optax_step(loss_fn, params, "adamw", batch)
-        for way, more in {"lanes=8": {"lanes": 8}, "num_microbatches=8": {"num_microbatches": 8}}.items():
+        ways = {"lanes=8": {"lanes": 8}, "num_microbatches=8": {"num_microbatches": 8}}
+        for way, more in ways.items():
             step = jstep.minimize(loss_fn, optimizer, **more)
             contenders[f"jstep, {way}"] = stepping(step, jstep_state(params, optimizer), *batch)
         rows(f"step, {name}", timed(contenders, calls=2 if QUICK else 20))
 
 
-def optax_step(loss_fn: Any, params: Any, name: str, batch: Any, clip: bool = False) -> Callable[[], Any]:
+def optax_step(
+    loss_fn: Any, params: Any, name: str, batch: Any, clip: bool = False
+) -> Callable[[], Any]:
     import optax
 
     made = {
@@ -165,7 +174,8 @@ def linear_loss(params: Any, targets: Any) -> Any:
 
 
 OPTIMIZERS = {
-    # name: (how, passes over the parameters: reads of p, its gradient (a target) and slots, writes of p and slots)
+    # name: (how, passes over the parameters: reads of p, its gradient (a target) and slots, writes
+    # of p and slots)
     "adamw": (lambda: jstep.adamw(1e-3, weight_decay=1e-2), 7),
     "lion": (lambda: jstep.lion(1e-4, weight_decay=0.1), 5),
     "sgd": (lambda: jstep.sgd(0.1, 0.9), 5),
@@ -178,17 +188,29 @@ def optimizers() -> None:
         batch = ([jnp.full(shape, 0.01) for shape in shapes],)
         size = sum(leaf.nbytes for leaf in params)
         for name, (make, passes) in OPTIMIZERS.items():
-            contenders = {"jstep": stepping(jstep.minimize(linear_loss, make()), jstep_state(params, make()), *batch)}
+            contenders = {
+                "jstep": stepping(
+                    jstep.minimize(linear_loss, make()), jstep_state(params, make()), *batch
+                )
+            }
             if HAS_OPTAX:
                 contenders["Optax"] = optax_step(linear_loss, params, name, batch)
             if name == "adamw":
                 contenders["raw JAX"] = stepping(raw_adam(linear_loss), raw_state(params), *batch)
             rows(f"{name}, {sizes}", timed(contenders), passes * size)
-        clipped = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(1e-3, weight_decay=1e-2))
+        clipped = jstep.chain(
+            jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(1e-3, weight_decay=1e-2)
+        )
         compact = jstep.compact(jstep.adamw(1e-3, weight_decay=1e-2))
         contenders = {
-            "jstep": stepping(jstep.minimize(linear_loss, clipped), jstep_state(params, clipped), *batch),
-            **({"Optax": optax_step(linear_loss, params, "adamw", batch, clip=True)} if HAS_OPTAX else {}),
+            "jstep": stepping(
+                jstep.minimize(linear_loss, clipped), jstep_state(params, clipped), *batch
+            ),
+            **(
+                {"Optax": optax_step(linear_loss, params, "adamw", batch, clip=True)}
+                if HAS_OPTAX
+                else {}
+            ),
         }
         rows(f"clip and adamw, {sizes}", timed(contenders), 9 * size)
         step = stepping(jstep.minimize(linear_loss, compact), jstep_state(params, compact), *batch)
@@ -200,7 +222,9 @@ def optimizers() -> None:
 def torch_optimizers() -> None:
     """PyTorch's fused optimizers, in a process that may take the memory which this one leaves."""
     script = Path(__file__).with_name("torch_speed.py")
-    done = run_child([sys.executable, str(script), json.dumps(SHAPES)], dict(os.environ), seconds_left())
+    done = run_child(
+        [sys.executable, str(script), json.dumps(SHAPES)], dict(os.environ), seconds_left()
+    )
     if done.returncode:
         REPORT.left_out("PyTorch's fused optimizers", last_line(done.stderr))
         return
@@ -239,13 +263,18 @@ def checkpoints() -> None:
                 saver.wait()
 
             times["save"]["jstep"] = second(save)
-            times["restore"]["jstep"] = second(lambda step: jax.block_until_ready(saver.restore(state)))
+            times["restore"]["jstep"] = second(
+                lambda step: jax.block_until_ready(saver.restore(state))
+            )
         if installed(REPORT, "orbax.checkpoint"):
             orbax_checkpoints(state, directory / "orbax", times)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     for what, seconds in times.items():
-        rows(f"{what} of a state of {sum(x.nbytes for x in jax.tree.leaves(state)) / 1e9:.2g} GB", seconds)
+        rows(
+            f"{what} of a state of {sum(x.nbytes for x in jax.tree.leaves(state)) / 1e9:.2g} GB",
+            seconds,
+        )
 
 
 def orbax_checkpoints(state: Any, directory: Path, times: dict[str, dict[str, float]]) -> None:
@@ -260,14 +289,17 @@ def orbax_checkpoints(state: Any, directory: Path, times: dict[str, dict[str, fl
 
         times["save"]["Orbax"] = second(save)
         restored = ocp.args.StandardRestore(tree)
-        times["restore"]["Orbax"] = second(lambda step: jax.block_until_ready(manager.restore(step, args=restored)))
+        times["restore"]["Orbax"] = second(
+            lambda step: jax.block_until_ready(manager.restore(step, args=restored))
+        )
 
 
 # The loop.
 
 
 def loops() -> None:
-    """`train` with checkpoints, logs and prefetched host batches beside bare loops, for steps of 0.1, 1 and 10 ms."""
+    """`train` with checkpoints, logs and prefetched host batches beside bare loops, for steps of
+    0.1, 1 and 10 ms."""
     for milliseconds in (0.1,) if QUICK else (0.1, 1.0, 10.0):
         loop(milliseconds)
 
@@ -280,12 +312,15 @@ def loop(milliseconds: float) -> None:
     x = np.ones((64, n), np.float32)
 
     def loss_fn(params: Any, x: Any, repeats: int) -> Any:
-        return jnp.mean(jax.lax.scan(lambda x, _: (jnp.tanh(x @ params["w"]), None), x, length=repeats)[0] ** 2)
+        return jnp.mean(
+            jax.lax.scan(lambda x, _: (jnp.tanh(x @ params["w"]), None), x, length=repeats)[0] ** 2
+        )
 
     repeats = 1
     while repeats < 4096:
         step = jstep.minimize(functools.partial(loss_fn, repeats=repeats), optimizer)
-        once = timed({"step": stepping(step, jstep_state(params, optimizer), jnp.asarray(x))}, 3)["step"]
+        state = jstep_state(params, optimizer)
+        once = timed({"step": stepping(step, state, jnp.asarray(x))}, 3)["step"]
         if once * 1e3 >= milliseconds:
             break
         repeats *= 2
@@ -307,14 +342,15 @@ def loop(milliseconds: float) -> None:
         directory, clock = tempfile.mkdtemp(prefix="jstep-speed-"), Clock()
         try:
             jstep.train(
-                step, jstep_state(params, optimizer), data, count, checkpoint_dir=directory, progress=False,
-                steps_per_call=steps_per_call, hooks=[clock],
+                step, jstep_state(params, optimizer), data, count, checkpoint_dir=directory,
+                progress=False, steps_per_call=steps_per_call, hooks=[clock],
             )  # fmt: skip
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         return clock.seconds
 
-    ways = {"train": lambda: looped(1), 'train, "auto"': lambda: looped("auto"), "a bare loop": bare,
+    ways = {"train": lambda: looped(1), 'train, "auto"': lambda: looped("auto"),
+            "a bare loop": bare,
             "a bare loop, its batch on the device": lambda: bare(lambda index: there)}  # fmt: skip
     rounds = [{name: run() for name, run in ways.items()} for _ in range(1 if QUICK else 5)]
     medians = {name: statistics.median(one[name] for one in rounds) for name in ways}
@@ -322,7 +358,8 @@ def loop(milliseconds: float) -> None:
 
 
 class Clock(jstep.Hook):
-    """Times steps from the end of the first call to that of the last, without files at both ends."""
+    """Times steps from the end of the first call to that of the last, without files at both
+    ends."""
 
     def begin(self, state: Any) -> None:
         self.began: float | None = None
@@ -353,18 +390,25 @@ def attention(heads: int, context: int) -> str | None:
     x = jnp.ones((1, context, heads, 64), jnp.bfloat16)
 
     def total(x: Any) -> Any:
-        return jnp.sum(jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation="cudnn"))
+        return jnp.sum(
+            jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation="cudnn")
+        )
 
     try:
         jax.block_until_ready(jax.jit(jax.grad(total))(x))
     except Exception as error:
-        REPORT.say(f"  cuDNN's attention does not run here ({type(error).__name__}: {str(error)[:100]}): XLA's is used")
+        REPORT.say(
+            f"  cuDNN's attention does not run here ({type(error).__name__}: "
+            f"{str(error)[:100]}): XLA's is used"
+        )
         return None
     return "cudnn"
 
 
 def transformer() -> None:
-    width, layers, context, rows_of_batch, vocabulary = (64, 2, 64, 4, 256) if QUICK else (768, 12, 1024, 16, 32_768)
+    width, layers, context, rows_of_batch, vocabulary = (
+        (64, 2, 64, 4, 256) if QUICK else (768, 12, 1024, 16, 32_768)
+    )
     rng = np.random.default_rng(0)
 
     def new(*shape: int) -> Any:
@@ -380,8 +424,12 @@ def transformer() -> None:
 
     def block(x: Any, p: Any) -> Any:
         p = jax.tree.map(lambda w: w.astype(x.dtype), p)
-        q, k, v = jnp.split((jax.nn.standardize(x) @ p["qkv"]).reshape(*x.shape[:2], 3 * heads, -1), 3, axis=2)
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        q, k, v = jnp.split(
+            (jax.nn.standardize(x) @ p["qkv"]).reshape(*x.shape[:2], 3 * heads, -1), 3, axis=2
+        )
+        attended = jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, implementation=implementation
+        )
         x = x + attended.reshape(x.shape) @ p["out"]
         return x + jax.nn.gelu(jax.nn.standardize(x) @ p["up"]) @ p["down"], None
 
@@ -395,36 +443,43 @@ def transformer() -> None:
     tokens = jnp.asarray(rng.integers(0, vocabulary, (rows_of_batch, context + 1)), jnp.int32)
     optimizer = jstep.adamw(1e-3, weight_decay=1e-2)
     contenders = {
-        "jstep": stepping(jstep.minimize(loss_fn, optimizer), jstep_state(params, optimizer), tokens),
+        "jstep": stepping(
+            jstep.minimize(loss_fn, optimizer), jstep_state(params, optimizer), tokens
+        ),
         "raw JAX": stepping(raw_adam(loss_fn), raw_state(params), tokens),
     }
     if HAS_OPTAX:
         contenders["Optax"] = optax_step(loss_fn, params, "adamw", (tokens,))
     times = timed(contenders, 7, 3)
     size = sum(leaf.size for leaf in jax.tree.leaves(params)) - params["position"].size
-    per_token = 6 * size + 6 * layers * context * width  # causal attention: half of 12 · layers · context · width
+    # Causal attention: half of 12 · layers · context · width.
+    per_token = 6 * size + 6 * layers * context * width
     kind = jax.devices()[0].device_kind
     sheet = PEAKS.get(kind, {}).get("bf16")
     if sheet is None:
-        REPORT.say(f"  no data sheet of {kind!r} is known: no MFU, only the share of what a product reaches")
+        REPORT.say(
+            f"  no data sheet of {kind!r} is known: "
+            "no MFU, only the share of what a product reaches"
+        )
     for name, seconds in times.items():
         rate = rows_of_batch * context / seconds
         share = {} if sheet is None else {"MFU": rate * per_token / sheet}
         if "product" in measured:
             share["of the product's TFLOP/s"] = rate * per_token / measured["product"]
-        REPORT.row(f"transformer, {size / 1e6:.0f}M parameters: {name}", ms=seconds * 1e3, **{"tokens/s": rate},
-                   **{"TFLOP/s": rate * per_token / 1e12}, **share)  # fmt: skip
+        REPORT.row(f"transformer, {size / 1e6:.0f}M parameters: {name}", ms=seconds * 1e3,
+                   **{"tokens/s": rate, "TFLOP/s": rate * per_token / 1e12}, **share)  # fmt: skip
 
 
 if __name__ == "__main__":
     MEASURED = {
-        "bandwidth": bandwidth, "product": products, "optimizers": optimizers, "transformer": transformer,
-        "steps": steps_of_networks, "fingerprint": fingerprints, "checkpoints": checkpoints, "loop": loops,
-        "torch": torch_optimizers,
+        "bandwidth": bandwidth, "product": products, "optimizers": optimizers,
+        "transformer": transformer, "steps": steps_of_networks, "fingerprint": fingerprints,
+        "checkpoints": checkpoints, "loop": loops, "torch": torch_optimizers,
     }  # fmt: skip
     wanted = sys.argv[1:] or list(MEASURED)
     if unknown := [name for name in wanted if name not in MEASURED]:
         REPORT.say(f"  {unknown[0]}: must be one of {', '.join(MEASURED)}")
         sys.exit(2)
     # Shares of the device's bandwidth and products need these two, which take seconds.
-    sys.exit(1 if each(REPORT, {name: MEASURED[name] for name in ["bandwidth", "product", *wanted]}) else 0)
+    has_failed = each(REPORT, {name: MEASURED[name] for name in ["bandwidth", "product", *wanted]})
+    sys.exit(1 if has_failed else 0)

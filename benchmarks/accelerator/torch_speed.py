@@ -26,12 +26,16 @@ def synchronize() -> None:
 
 def main() -> None:
     if DEVICE == "cpu" and "ACCELERATOR_QUICK" not in os.environ:
-        sys.exit(f"PyTorch {torch.__version__} finds no GPU: a figure of a CPU beside an accelerator would mislead")
+        sys.exit(
+            f"PyTorch {torch.__version__} finds no GPU: a figure of a CPU beside an "
+            "accelerator would mislead"
+        )
     found: list[dict[str, Any]] = []
     for sizes, shapes in json.loads(sys.argv[1]).items():
         for name, make in MAKE.items():
             leaves = [torch.nn.Parameter(torch.full(shape, 0.1, device=DEVICE)) for shape in shapes]
-            for leaf in leaves:  # the gradients are there: jstep's row also computes them, in one read more
+            for leaf in leaves:
+                # The gradients are there: jstep's row also computes them, in one read more.
                 leaf.grad = torch.full_like(leaf, 0.01)
             optimizer = make(leaves)
             times = []

@@ -1,4 +1,5 @@
-"""`benchmarks/check.py`: what it concludes from ratios and from how busy the machine was; no benchmark runs."""
+"""`benchmarks/check.py`: what it concludes from ratios and from how busy the machine was; no
+benchmark runs."""
 
 import importlib
 import sys
@@ -29,14 +30,18 @@ def test_what_other_processes_used_is_what_this_one_did_not(check):
     before = check.sample_of(stat(1000, 0, 0, 5000, 10, 0, 0, 50), 100, own=2.0, at=100.0)
     after = check.sample_of(stat(1800, 100, 60, 6000, 20, 20, 20, 90), 100, own=7.0, at=110.0)
     load = check.load_between(before, after, cores=2)
-    assert load == pytest.approx((0.5, 0.02))  # 10 s of work, 5 of it ours, in 10 s; 0.4 s of 20 stolen
+    # 10 s of work, 5 of it ours, in 10 s; 0.4 s of 20 are stolen.
+    assert load == pytest.approx((0.5, 0.02))
     assert str(load) == "other processes used 0.50 cores, steal 2.0%"
 
 
 @pytest.mark.parametrize(
-    ("others", "steal", "is_idle"), [(0.0, 0.0, True), (0.1, 0.01, True), (0.5, 0.0, False), (0.0, 0.1, False)]
+    ("others", "steal", "is_idle"),
+    [(0.0, 0.0, True), (0.1, 0.01, True), (0.5, 0.0, False), (0.0, 0.1, False)],
 )
-def test_a_machine_is_idle_if_neither_others_nor_the_hypervisor_take_time(check, others, steal, is_idle):
+def test_a_machine_is_idle_if_neither_others_nor_the_hypervisor_take_time(
+    check, others, steal, is_idle
+):
     assert check.Load(others, steal).is_idle == is_idle
 
 
@@ -57,7 +62,9 @@ def test_a_machine_is_idle_if_neither_others_nor_the_hypervisor_take_time(check,
 )
 def test_the_verdict_on_a_ratio(check, runs, verdict):
     loads = {"idle": check.Load(0.0, 0.0), "busy": check.Load(1.0, 0.0)}
-    attempts = [check.Attempt({} if ratio is None else {PAIR: ratio}, loads[load]) for ratio, load in runs]
+    attempts = [
+        check.Attempt({} if ratio is None else {PAIR: ratio}, loads[load]) for ratio, load in runs
+    ]
     assert check.judged(PAIR, 1.10, attempts) == verdict
     assert check.is_settled({PAIR: 1.10}, attempts) == (verdict == "ok")
     assert not check.is_settled({PAIR: 1.10, OTHER: 1.0}, attempts)
@@ -106,7 +113,8 @@ def test_the_exit_code(check, monkeypatch, capsys, ratios, others, code, runs, w
     def run(name, quick, limit):
         ran.append(name)
         ratio = next(outputs)
-        return ("A title\n" + ("" if ratio is None else f"  train / bare loop: {ratio:.3f}  (bound 1.1)\n")), None
+        line = "" if ratio is None else f"  train / bare loop: {ratio:.3f}  (bound 1.1)\n"
+        return f"A title\n{line}", None
 
     monkeypatch.setattr(check, "BOUNDS", {"loop": {PAIR: 1.1}, "feed": {}})
     monkeypatch.setattr(check, "LIMITS", {})

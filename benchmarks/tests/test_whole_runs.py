@@ -134,7 +134,10 @@ def test_toolkits_must_train_the_same(bench):
 
     bench.refuse_another_training("mlp", done(jstep="0.5", flax="0.50009", hf="0.509"))
     bench.refuse_another_training("mlp", done(flax="0.5", hf="0.7"))
-    with pytest.raises(RuntimeError, match=r"the loss of flax differs from jstep.s by more than 0\.0001"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"the loss of flax differs from jstep.s by more than 0\.0001",
+    ):
         bench.refuse_another_training("mlp", done(jstep="0.5", flax="0.5002"))
     with pytest.raises(RuntimeError, match="the loss of hf differs"):
         bench.refuse_another_training("mlp", done(jstep="0.5", hf="0.52"))
@@ -148,9 +151,17 @@ def test_ratios_are_to_the_quickest_on_each_library(bench, capsys):
     task = bench.whole_run_tasks.TASKS["mlp"]
 
     def one(whole, first=2.0):
-        return bench.Outcome(whole, {}, 0.0, {1: first, 1000: first, 2000: first + 1 + whole / 10}, 7, "0.5")
+        return bench.Outcome(
+            whole, {}, 0.0, {1: first, 1000: first, 2000: first + 1 + whole / 10}, 7, "0.5"
+        )
 
-    done = {"jstep": [one(8.0)], "jstep_single": [one(9.0)], "flax": [one(10.0)], "keras": [one(5.0)], "hf": [one(4.0)]}
+    done = {
+        "jstep": [one(8.0)],
+        "jstep_single": [one(9.0)],
+        "flax": [one(10.0)],
+        "keras": [one(5.0)],
+        "hf": [one(4.0)],
+    }
     assert not bench.report_task(task, done, {"jstep": one(1.0, 3.0), "flax": one(1.0, 4.0)})
     printed = capsys.readouterr().out
     assert "jstep / the quickest on JAX, Keras on JAX: 1.600  (bound 1.0) OVER" in printed
@@ -173,7 +184,9 @@ def test_a_killed_run_of_jstep_ends_with_the_same_loss(bench, tmp_path):
 
 def test_a_program_that_fails_is_an_error_with_its_output(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "HERE", tmp_path)
-    (tmp_path / "run_jstep.py").write_text("print('mark step 1 2.0', flush=True)\nraise SystemExit('no data')\n")
+    (tmp_path / "run_jstep.py").write_text(
+        "print('mark step 1 2.0', flush=True)\nraise SystemExit('no data')\n"
+    )
     with pytest.raises(RuntimeError, match="no data"):
         bench.run(sys.executable, "jstep", tmp_path / "mlp.npz", tmp_path / "run")
     with pytest.raises(RuntimeError, match="no data"):
@@ -195,7 +208,9 @@ def test_initial_weights_are_the_parameters_of_the_networks(bench, tmp_path):
         bench.whole_run_tasks.write(name, tmp_path / "task.npz", share=0.1)
         weights = bench.whole_run_tasks.read(tmp_path / "task.npz").weights
         expected = jax.eval_shape(init, jax.random.key(0))
-        shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), tree_of(weights))
+        shapes = jax.tree.map(
+            lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), tree_of(weights)
+        )
         assert shapes == expected
 
 
@@ -221,6 +236,13 @@ def test_compilations_at_the_same_time_are_counted_once(bench, capsys):
 
     marks = Marks()
     marks._initialized = 10.0
-    marks._compiled = [(11.0, 13.0), (8.0, 10.5), (12.0, 14.0), (15.0, 16.0), (15.25, 15.5), (1.0, 2.0)]
+    marks._compiled = [
+        (11.0, 13.0),
+        (8.0, 10.5),
+        (12.0, 14.0),
+        (15.0, 16.0),
+        (15.25, 15.5),
+        (1.0, 2.0),
+    ]
     assert marks._seconds_compiling() == 0.5 + 3.0 + 1.0
     assert capsys.readouterr().out.startswith("mark import ")

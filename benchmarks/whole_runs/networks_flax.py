@@ -15,8 +15,11 @@ class Digits(nn.Module):
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x, mask):
-        x = x + nn.MultiHeadDotProductAttention(4, name="attention")(nn.LayerNorm(1e-5, name="norm1")(x), mask=mask)
-        # On two axes: with three, XLA's CPU backend transposes whole activations in the backward pass.
+        x = x + nn.MultiHeadDotProductAttention(4, name="attention")(
+            nn.LayerNorm(1e-5, name="norm1")(x), mask=mask
+        )
+        # On two axes: with three, XLA's CPU backend transposes whole activations in the backward
+        # pass.
         rows = nn.LayerNorm(1e-5, name="norm2")(x).reshape(-1, 128)
         h = nn.silu(nn.Dense(512, name="up")(rows))
         return x + nn.Dense(128, name="down")(h).reshape(x.shape)
@@ -26,7 +29,8 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(self, x):
         mask = nn.make_causal_mask(x)
-        x = nn.Embed(128, 128, name="embed")(x) + self.param("position", nn.initializers.normal(0.1), (64, 128))
+        x = nn.Embed(128, 128, name="embed")(x)
+        x += self.param("position", nn.initializers.normal(0.1), (64, 128))
         x = Block(name="block2")(Block(name="block1")(x, mask), mask)
         rows = nn.LayerNorm(1e-5, name="norm")(x).reshape(-1, 128)
         return nn.Dense(128, name="head")(rows).reshape(x.shape)

@@ -1,4 +1,5 @@
-"""The networks of the whole runs in plain JAX: a function that makes parameters, and one from inputs to logits."""
+"""The networks of the whole runs in plain JAX: a function that makes parameters, and one from
+inputs to logits."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +7,16 @@ import jax.numpy as jnp
 
 def init_digits(key):
     keys = jax.random.split(key, 4)
-    shapes = {"conv1": (3, 3, 1, 32), "conv2": (3, 3, 32, 64), "dense1": (1024, 128), "dense2": (128, 10)}
-    return {name: init_layer(key, *shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    shapes = {
+        "conv1": (3, 3, 1, 32),
+        "conv2": (3, 3, 32, 64),
+        "dense1": (1024, 128),
+        "dense2": (128, 10),
+    }
+    return {
+        name: init_layer(key, *shape)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
 
 
 def init_layer(key, *shape):
@@ -16,13 +25,15 @@ def init_layer(key, *shape):
 
 def digits(params, x):
     x = jax.nn.silu(convolve(params["conv2"], jax.nn.silu(convolve(params["conv1"], x))))
-    x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID").reshape(len(x), -1)
+    x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    x = x.reshape(len(x), -1)
     return dense(params["dense2"], jax.nn.silu(dense(params["dense1"], x)))
 
 
 def convolve(layer, x):
     dims = ("NHWC", "HWIO", "NHWC")
-    return jax.lax.conv_general_dilated(x, layer["kernel"], (1, 1), "SAME", dimension_numbers=dims) + layer["bias"]
+    y = jax.lax.conv_general_dilated(x, layer["kernel"], (1, 1), "SAME", dimension_numbers=dims)
+    return y + layer["bias"]
 
 
 def dense(layer, x):
@@ -60,7 +71,8 @@ def normalize(layer, x):
 def transformer(params, x):
     x = params["embed"][x] + params["position"]
     for block in (params["block1"], params["block2"]):
-        q, k, v = jnp.split(dense(block["qkv"], normalize(block["norm1"], x)).reshape(*x.shape[:2], 12, 32), 3, 2)
+        heads = dense(block["qkv"], normalize(block["norm1"], x)).reshape(*x.shape[:2], 12, 32)
+        q, k, v = jnp.split(heads, 3, 2)
         x = x + dense(block["out"], attend(q, k, v).reshape(x.shape))
         x = x + dense(block["down"], jax.nn.silu(dense(block["up"], normalize(block["norm2"], x))))
     return dense(params["head"], normalize(params["norm"], x))
@@ -81,4 +93,8 @@ def mlp(params, x):
     return dense(params["dense2"], jax.nn.silu(dense(params["dense1"], x)))
 
 
-NETWORKS = {"digits": (init_digits, digits), "transformer": (init_transformer, transformer), "mlp": (init_mlp, mlp)}
+NETWORKS = {
+    "digits": (init_digits, digits),
+    "transformer": (init_transformer, transformer),
+    "mlp": (init_mlp, mlp),
+}

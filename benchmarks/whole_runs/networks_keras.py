@@ -32,7 +32,9 @@ def transformer():
     x = Embed(name="embed")(inputs)
     for block in ("block1", "block2"):
         h = layers.LayerNormalization(epsilon=1e-5, name=f"{block}_norm1")(x)
-        x = x + layers.MultiHeadAttention(4, 32, name=f"{block}_attention")(h, h, use_causal_mask=True)
+        x = x + layers.MultiHeadAttention(4, 32, name=f"{block}_attention")(
+            h, h, use_causal_mask=True
+        )
         h = layers.LayerNormalization(epsilon=1e-5, name=f"{block}_norm2")(x)
         h = layers.Dense(512, activation="silu", name=f"{block}_up")(h)
         x = x + layers.Dense(128, name=f"{block}_down")(h)

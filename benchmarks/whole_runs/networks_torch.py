@@ -25,11 +25,19 @@ class Transformer(nn.Module):
         super().__init__()
         self.embed, self.position = nn.Embedding(128, 128), nn.Parameter(0.1 * torch.randn(64, 128))
         block = nn.TransformerEncoderLayer(
-            128, 4, 512, dropout=0.0, activation=nn.functional.silu, batch_first=True, norm_first=True
+            128,
+            4,
+            512,
+            dropout=0.0,
+            activation=nn.functional.silu,
+            batch_first=True,
+            norm_first=True,
         )
         self.blocks = nn.TransformerEncoder(block, 2, nn.LayerNorm(128), enable_nested_tensor=False)
         self.head = nn.Linear(128, 128)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(64), persistent=False)
+        self.register_buffer(
+            "mask", nn.Transformer.generate_square_subsequent_mask(64), persistent=False
+        )
 
     def forward(self, x):
         return self.head(self.blocks(self.embed(x) + self.position, self.mask, is_causal=True))

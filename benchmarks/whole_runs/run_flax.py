@@ -58,13 +58,21 @@ def evaluate(params, x, y):
 
 
 best = BestN(get_metric_fn=lambda metrics: metrics["loss"], reverse=True, n=1)
-options = ocp.CheckpointManagerOptions(preservation_policy=AnyPreservationPolicy([LatestN(1), best]))
+options = ocp.CheckpointManagerOptions(
+    preservation_policy=AnyPreservationPolicy([LatestN(1), best])
+)
 early_stop = EarlyStopping(patience=task.patience)
-with ocp.CheckpointManager(f"{directory}/checkpoints", options=options) as manager, SummaryWriter(directory) as writer:
+with (
+    ocp.CheckpointManager(f"{directory}/checkpoints", options=options) as manager,
+    SummaryWriter(directory) as writer,
+):
     first = manager.latest_step() or 0
     if first:
         restored = manager.restore(
-            first, args=ocp.args.Composite(state=ocp.args.StandardRestore(state), stop=ocp.args.JsonRestore())
+            first,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(state), stop=ocp.args.JsonRestore()
+            ),
         )
         state, early_stop = restored.state, early_stop.replace(**restored.stop)
     for step in range(first, task.steps):
@@ -78,13 +86,19 @@ with ocp.CheckpointManager(f"{directory}/checkpoints", options=options) as manag
             print(done, float(loss))
         if done % task.every == 0:
             metrics = {
-                name: float(value) for name, value in jax.device_get(evaluate(state.params, *task.valid)).items()
+                name: float(value)
+                for name, value in jax.device_get(evaluate(state.params, *task.valid)).items()
             }
             for name, value in metrics.items():
                 writer.add_scalar(f"validation/{name}", value, done)
             early_stop = early_stop.update(metrics["loss"])
-            stop = {"best_metric": early_stop.best_metric, "patience_count": early_stop.patience_count}
-            items = ocp.args.Composite(state=ocp.args.StandardSave(state), stop=ocp.args.JsonSave(stop))
+            stop = {
+                "best_metric": early_stop.best_metric,
+                "patience_count": early_stop.patience_count,
+            }
+            items = ocp.args.Composite(
+                state=ocp.args.StandardSave(state), stop=ocp.args.JsonSave(stop)
+            )
             manager.save(done, args=items, metrics=metrics)
             if early_stop.should_stop:
                 break

@@ -40,7 +40,10 @@ class Net(nn.Module):
 
     def forward(self, x, labels):
         logits = self.net(x)
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten()), "logits": logits}
+        return {
+            "loss": nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten()),
+            "logits": logits,
+        }
 
 
 def metrics(prediction):
@@ -87,5 +90,7 @@ trainer = InOrder(
     optimizers=(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, task.decay_steps, 0.7)),
     callbacks=[marks.for_hf(), EarlyStoppingCallback(task.patience)],
 )
-trainer.train(resume_from_checkpoint=get_last_checkpoint(directory) if os.path.isdir(directory) else None)
+trainer.train(
+    resume_from_checkpoint=get_last_checkpoint(directory) if os.path.isdir(directory) else None
+)
 marks.test(trainer.evaluate(Examples(*task.test))["eval_loss"])

@@ -20,8 +20,10 @@ marks.data(task)
 init, predict = NETWORKS[task.name]
 
 
-def losses(logits, y):  # as Optax computes it: log_softmax takes a few percent more of the transformer's step
-    return jax.nn.logsumexp(logits, -1, keepdims=True) - jnp.take_along_axis(logits, y[..., None], -1)
+def losses(logits, y):
+    # As Optax computes it: log_softmax takes a few percent more of the transformer's step.
+    of_y = jnp.take_along_axis(logits, y[..., None], -1)
+    return jax.nn.logsumexp(logits, -1, keepdims=True) - of_y
 
 
 def loss_fn(params, x, y):
@@ -34,15 +36,19 @@ def metrics(params, x, y):
 
 
 def evaluator(examples):
-    return jstep.evaluator(metrics, jstep.batches(examples, task.eval_size, shuffle=False, num_epochs=1))
+    return jstep.evaluator(
+        metrics, jstep.batches(examples, task.eval_size, shuffle=False, num_epochs=1)
+    )
 
 
 optimizer = jstep.chain(
     jstep.clip_gradients(by_global_norm=1.0),
-    jstep.adamw(jstep.exponential_decay(task.rate, task.decay_steps, 0.7, staircase=True), weight_decay=0.01),
+    jstep.adamw(
+        jstep.exponential_decay(task.rate, task.decay_steps, 0.7, staircase=True), weight_decay=0.01
+    ),
 )
 state = jstep.TrainState.create(lambda: init(jax.random.key(0)), optimizer)
-state = state.replace(params=jax.tree.map(jnp.asarray, tree_of(task.weights)))  # the weights of all marks
+state = state.replace(params=jax.tree.map(jnp.asarray, tree_of(task.weights)))  # of all marks
 marks.init(sum(leaf.size for leaf in jax.tree.leaves(state.params)))
 state = jstep.train(
     jstep.minimize(loss_fn, optimizer),

@@ -38,7 +38,9 @@ class Log(keras.callbacks.Callback):  # keras.callbacks.TensorBoard imports Tens
 
     def on_train_batch_end(self, batch, logs=None):
         if (batch + 1) % task.log_every == 0:
-            self.writer.add_scalar("loss", float(logs["loss"]), int(self.model.optimizer.iterations))
+            self.writer.add_scalar(
+                "loss", float(logs["loss"]), int(self.model.optimizer.iterations)
+            )
 
     def on_epoch_end(self, epoch, logs=None):
         for name in ("val_loss", "val_accuracy"):
@@ -69,7 +71,10 @@ model.fit(
         Log(),
         keras.callbacks.BackupAndRestore(directory + "/backup"),
         keras.callbacks.ModelCheckpoint(
-            directory + "/best.weights.h5", monitor="val_loss", save_best_only=True, save_weights_only=True
+            directory + "/best.weights.h5",
+            monitor="val_loss",
+            save_best_only=True,
+            save_weights_only=True,
         ),
         keras.callbacks.EarlyStopping("val_loss", patience=task.patience),
     ],

@@ -23,7 +23,8 @@ marks.data(task)
 if task.name == "mlp":
     torch.set_num_threads(1)  # two cost more than its small products take
 train, valid, test = (
-    TensorDataset(torch.tensor(x), torch.tensor(y).long()) for x, y in (task.train, task.valid, task.test)
+    TensorDataset(torch.tensor(x), torch.tensor(y).long())
+    for x, y in (task.train, task.valid, task.test)
 )
 
 
@@ -80,7 +81,9 @@ trainer = lightning.Trainer(
     logger=TensorBoardLogger(directory, name="tb"),
     callbacks=[
         marks.for_lightning(),
-        ModelCheckpoint(directory + "/ckpt", every_n_train_steps=task.every, save_top_k=1, save_last=True),
+        ModelCheckpoint(
+            directory + "/ckpt", every_n_train_steps=task.every, save_top_k=1, save_last=True
+        ),
         ModelCheckpoint(directory + "/best", monitor="val_loss", save_top_k=1),
         EarlyStopping("val_loss", patience=task.patience),
     ],

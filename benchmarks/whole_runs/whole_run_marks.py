@@ -1,9 +1,10 @@
-"""Marks that the programs print and `bench_whole_runs.py` reads; lines that contain `marks` are not counted.
+"""Marks of the programs for `bench_whole_runs.py`; lines that contain `marks` are not counted.
 
-`mark import SECONDS` after the imports, `mark data SECONDS` when the task is read, `mark init SECONDS` when the network
-has its weights; `mark step STEP SECONDS` after the first step, half of the steps, the step at which a run is killed and
-the last one; `mark compile SECONDS`, what JAX traced, lowered and compiled between init and the first step;
-`mark parameters COUNT`; `mark test LOSS SECONDS`. Seconds are those of `time.time`, except for `compile`.
+`mark import SECONDS` after the imports, `mark data SECONDS` when the task is read, `mark init
+SECONDS` when the network has its weights; `mark step STEP SECONDS` after the first step, half of
+the steps, the step at which a run is killed and the last one; `mark compile SECONDS`, what JAX
+traced, lowered and compiled between init and the first step; `mark parameters COUNT`; `mark test
+LOSS SECONDS`. Seconds are those of `time.time`, except for `compile`.
 """
 
 import sys
@@ -56,7 +57,8 @@ class Marks:
             self._compiled.append((now - seconds, now))
 
     def _seconds_compiling(self):
-        """The seconds since `init` in which something was compiled: threads compile at the same time."""
+        """The seconds since `init` in which something was compiled: threads compile at the same
+        time."""
         total, until = 0.0, self._initialized
         for start, end in sorted(self._compiled):
             total += max(0.0, end - max(start, until))
@@ -83,7 +85,8 @@ class Marks:
         return Marking()
 
     def for_keras(self, every):
-        """A callback; an epoch has `every` steps. A call of several steps is marked as its last one."""
+        """A callback; an epoch has `every` steps. A call of several steps is marked as its last
+        one."""
         import keras
 
         marks = self

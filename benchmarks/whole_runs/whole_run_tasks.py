@@ -1,4 +1,5 @@
-"""The tasks of `bench_whole_runs.py`: their data, initial weights and settings, which all toolkits share."""
+"""The tasks of `bench_whole_runs.py`: their data, initial weights and settings, which all toolkits
+share."""
 
 import dataclasses
 import json
@@ -20,12 +21,14 @@ class Task:
         every: Interval between checkpoints, and between evaluations, in steps.
         log_every: Interval between TensorBoard's points, in steps.
         batch_size: Number of training examples in a step.
-        eval_size: Number of examples in a batch of an evaluation; it divides the numbers of examples.
+        eval_size: Number of examples in a batch of an evaluation; it divides the numbers of
+            examples.
         rate: AdamW's first learning rate; it is multiplied by 0.7 every `decay_steps` steps.
         decay_steps: See `rate`.
-        patience: Number of evaluations without improvement after which a run stops: more than there are, so that no
-            toolkit stops early by chance.
-        order: The rows of the training set in each step, (steps, batch_size): those of `jstep.batches`.
+        patience: Number of evaluations without improvement after which a run stops: more than there
+            are, so that no toolkit stops early by chance.
+        order: The rows of the training set in each step, (steps, batch_size): those of
+            `jstep.batches`.
         weights: Path of a parameter of `networks_jax.py` → its initial value.
     """
 
@@ -50,8 +53,9 @@ class Task:
         return self.steps * 7 // 10 // self.every * self.every + self.every // 2
 
 
-# All activations are SiLU. With ReLU, losses of the same network would differ by 5e-4 after 120 steps, because which
-# side of a kink an activation is on depends on rounding; with SiLU they differ by less than 1e-6 after 320.
+# All activations are SiLU. With ReLU, losses of the same network would differ by 5e-4 after 120
+# steps, because which side of a kink an activation is on depends on rounding; with SiLU they differ
+# by less than 1e-6 after 320.
 TASKS = {
     task.name: task
     for task in (
@@ -63,7 +67,8 @@ TASKS = {
 
 
 def write(name, path, share=1.0):
-    """Write a task to a file, of which programs make it with `read`: no run pays for reading images or sources.
+    """Write a task to a file, of which programs make it with `read`: no run pays for reading images
+    or sources.
 
     Args:
         name: A key of `TASKS`.
@@ -73,7 +78,9 @@ def write(name, path, share=1.0):
     import jstep
 
     task = TASKS[name]
-    task = dataclasses.replace(task, steps=max(2, round(task.steps * share / task.every)) * task.every)
+    task = dataclasses.replace(
+        task, steps=max(2, round(task.steps * share / task.every)) * task.every
+    )
     sets = _characters() if name == "transformer" else _digits(is_flat=name == "mlp")
     arrays = {
         f"{part}_{kind}": array
@@ -83,7 +90,9 @@ def write(name, path, share=1.0):
     rows = jstep.batches(np.arange(len(sets[0][0]), dtype=np.int32), task.batch_size, seed=0)
     arrays["order"] = np.stack([np.asarray(rows[step]) for step in range(task.steps)])
     arrays |= {f"weights/{path}": array for path, array in _weights(name).items()}
-    settings = {key: value for key, value in vars(task).items() if isinstance(value, str | int | float)}
+    settings = {
+        key: value for key, value in vars(task).items() if isinstance(value, str | int | float)
+    }
     np.savez(path, settings=json.dumps(settings), **arrays)
     return task
 
@@ -91,15 +100,28 @@ def write(name, path, share=1.0):
 def read(path):
     """Return the task in a file."""
     with np.load(path) as saved:
-        sets = {part: (saved[f"{part}_x"], saved[f"{part}_y"]) for part in ("train", "valid", "test")}
-        weights = {name.partition("/")[2]: saved[name] for name in saved.files if name.startswith("weights/")}
-        return Task(**json.loads(str(saved["settings"])), **sets, order=saved["order"], weights=weights)
+        sets = {
+            part: (saved[f"{part}_x"], saved[f"{part}_y"]) for part in ("train", "valid", "test")
+        }
+        weights = {
+            name.partition("/")[2]: saved[name]
+            for name in saved.files
+            if name.startswith("weights/")
+        }
+        return Task(
+            **json.loads(str(saved["settings"])), **sets, order=saved["order"], weights=weights
+        )
 
 
 def _weights(name):
     """The initial weights of a network: He's normal kernels, zero biases."""
     if name == "digits":
-        layers = {"conv1": (3, 3, 1, 32), "conv2": (3, 3, 32, 64), "dense1": (1024, 128), "dense2": (128, 10)}
+        layers = {
+            "conv1": (3, 3, 1, 32),
+            "conv2": (3, 3, 32, 64),
+            "dense1": (1024, 128),
+            "dense2": (128, 10),
+        }
     elif name == "mlp":
         layers = {"dense1": (64, 64), "dense2": (64, 10)}
     else:
@@ -137,7 +159,8 @@ def _digits(is_flat):
 
 
 def _characters():
-    """Windows (n, CONTEXT) of the sources of Python's standard library, and the same, one character later."""
+    """Windows (n, CONTEXT) of the sources of Python's standard library, and the same, one character
+    later."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = np.concatenate([np.frombuffer(path.read_bytes(), np.uint8) for path in files])
     text = text[text < CHARACTERS].astype(np.int32)  # ASCII

@@ -41,7 +41,9 @@ def test_scripts_parse() -> None:
         subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
 
 
-def nightly(directory: Path, failing: str = "", steps: str = "") -> subprocess.CompletedProcess[str]:
+def nightly(
+    directory: Path, failing: str = "", steps: str = ""
+) -> subprocess.CompletedProcess[str]:
     """Run the nightly script with stubs in place of its steps, one of which fails."""
     for folder in ("dev", "benchmarks"):
         (directory / folder).mkdir()
@@ -55,25 +57,32 @@ def nightly(directory: Path, failing: str = "", steps: str = "") -> subprocess.C
         "dev/launchers.sh": f'[ launchers != "{failing}" ]',
         "dev/slurm.sh": f'[ slurm != "{failing}" ]',
         "sbatch": "",  # installed
-        "chromium": "",  # installed: the script would install it, on the machine that runs the tests
+        # Installed: the script would install it, on the machine that runs the tests.
+        "chromium": "",
         "python": 'case "$*" in dev/soak.py*) step=soak ;; dev/strangers.py*) step=strangers ;; '
         "benchmarks/*) step=benchmarks ;; *check_jsonschema*|*actionlint*) step=workflows ;; "
-        "*typed*) step=types ;; *dev/tests*) step=tools ;; *pip*) step=pip ;; *) step=optimized ;; esac; "
+        "*typed*) step=types ;; *dev/tests*) step=tools ;; "
+        "*pip*) step=pip ;; *) step=optimized ;; esac; "
         f'[ "$step" != "{failing}" ]',
     }
     (directory / ".venv-lowest/bin").mkdir(parents=True)
     for path, command in stubs.items():
         (directory / path).write_text(
-            f"#!/bin/sh\necho flags=$XLA_FLAGS. python=$PYTHON.; echo '7 passed in 1.00s'\n{command}\n"
+            "#!/bin/sh\necho flags=$XLA_FLAGS. python=$PYTHON.; "
+            f"echo '7 passed in 1.00s'\n{command}\n"
         )
         (directory / path).chmod(0o755)
-    environment = {name: value for name, value in os.environ.items() if name not in ("STEPS", "NIGHTLY_LOGS")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("STEPS", "NIGHTLY_LOGS")
+    }
     environment |= {"PYTHON": str(directory / "python"), "XLA_FLAGS": "--some"}
     environment["PATH"] = f"{directory}:{environment['PATH']}"
     if steps:
         environment["STEPS"] = steps
     command = [directory / "dev/nightly.sh", "-k", "x"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.parametrize("failing", ["", *STEPS])
@@ -94,7 +103,9 @@ def test_the_nightly_script_reports_each_step(tmp_path: Path, failing: str) -> N
         ("7 passed in 1.00s", 0),
     ],
 )
-def test_tests_that_need_packages_may_not_be_skipped_by_night(tmp_path: Path, line: str, code: int) -> None:
+def test_tests_that_need_packages_may_not_be_skipped_by_night(
+    tmp_path: Path, line: str, code: int
+) -> None:
     for folder in ("dev", "tests"):
         (tmp_path / folder).mkdir()
     shutil.copy(DEV / "peers.sh", tmp_path / "dev")
@@ -104,17 +115,24 @@ def test_tests_that_need_packages_may_not_be_skipped_by_night(tmp_path: Path, li
     for name, command in {"pip": "", "uv": "", "python": f'echo "$@"\necho "{line}"'}.items():
         (tmp_path / ".peers/bin" / name).write_text(f"#!/bin/sh\n{command}\n")
         (tmp_path / ".peers/bin" / name).chmod(0o755)
-    done = subprocess.run([tmp_path / "dev/peers.sh", "-x"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [tmp_path / "dev/peers.sh", "-x"], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == code, done.stderr
     assert "-m  -rs tests/test_a.py -x\n" in done.stdout
 
 
 def test_the_nightly_script_runs_in_parts(tmp_path: Path) -> None:
     done = nightly(tmp_path, steps="soak slurm")
-    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("==")] == ["soak", "slurm"]
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("==")] == [
+        "soak",
+        "slurm",
+    ]
 
 
-def test_the_newest_versions_are_those_for_the_newest_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_versions_are_those_for_the_newest_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pyenv, commands = tmp_path / "pyenv/versions", tmp_path / "commands"
     pythons = {
         commands / "python3.99": "exit 127",  # a shim of pyenv whose version is not selected
@@ -136,7 +154,8 @@ def test_the_newest_versions_are_those_for_the_newest_python(tmp_path: Path, mon
 
     def taken(which: str, root: Path) -> str:
         monkeypatch.setenv("PYENV_ROOT", str(root.parent))
-        command = [tmp_path / "dev/versions.sh", which]  # which then finds that no environment was made
+        # The script then finds that no environment was made.
+        command = [tmp_path / "dev/versions.sh", which]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode
         return done.stdout.splitlines()[0]
@@ -175,9 +194,14 @@ def test_slurm_is_skipped_if_it_is_not_installed(tmp_path: Path) -> None:
 def test_an_accelerator_is_not_replaced_by_the_cpu(tmp_path: Path) -> None:
     """One sentence and exit code 2, not a run on the CPU that looks like a result."""
     environment = os.environ | {"PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
-    for arguments, message in (([], "JAX finds no accelerator here"), (["nope"], "PART=nope: must be one of bits,")):
+    for arguments, message in (
+        ([], "JAX finds no accelerator here"),
+        (["nope"], "PART=nope: must be one of bits,"),
+    ):
         command = [ROOT / "benchmarks" / "accelerator.sh", *arguments, "--out", tmp_path / "out"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
         assert done.returncode == 2
         (line,) = done.stderr.splitlines()
         assert message in line
@@ -237,10 +261,17 @@ def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 @pytest.mark.thorough(except_for=["exit"])
 @pytest.mark.parametrize(
-    ("end", "limit", "code"), [("sys.exit(3)", 60, 3), ("time.sleep(60)", 5, None)], ids=["exit", "limit"]
+    ("end", "limit", "code"),
+    [("sys.exit(3)", 60, 3), ("time.sleep(60)", 5, None)],
+    ids=["exit", "limit"],
 )
 def test_what_a_part_started_ends_with_it(
-    parts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: str, limit: int, code: int | None
+    parts: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    end: str,
+    limit: int,
+    code: int | None,
 ) -> None:
     lock = tmp_path / "lock"
     (tmp_path / "part.py").write_text(KEEPS_A_LOCK.format(path=str(lock), end=end))
@@ -252,7 +283,9 @@ def test_what_a_part_started_ends_with_it(
 
 
 @pytest.mark.thorough
-def test_a_child_at_its_limit_is_not_waited_for_with_what_it_started(parts: Any, tmp_path: Path) -> None:
+def test_a_child_at_its_limit_is_not_waited_for_with_what_it_started(
+    parts: Any, tmp_path: Path
+) -> None:
     from part_report import run_child
 
     lock = tmp_path / "lock"
@@ -263,11 +296,15 @@ def test_a_child_at_its_limit_is_not_waited_for_with_what_it_started(parts: Any,
     os.kill(int(lock.read_text()), signal.SIGKILL)
 
 
-def test_a_part_that_fails_does_not_end_the_others(parts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_part_that_fails_does_not_end_the_others(
+    parts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for codes, want in (((1, 0), 1), ((None, 0), 1), ((0, 2), 2), ((0, 0), 0), ((-9, 0), 1)):
         left = list(codes)
         monkeypatch.setattr(parts, "run_part", lambda part, variables, left=left: left.pop(0))
-        monkeypatch.setattr(sys, "argv", ["run_parts", "bits", "speed:loop", "--out", str(tmp_path / "out")])
+        monkeypatch.setattr(
+            sys, "argv", ["run_parts", "bits", "speed:loop", "--out", str(tmp_path / "out")]
+        )
         assert (parts.main(), left) == (want, [])
 
 
@@ -277,7 +314,9 @@ def test_a_folder_that_cannot_be_written_is_refused(
     (tmp_path / "file").touch()
     monkeypatch.setattr(sys, "argv", ["run_parts", "bits", "--out", str(tmp_path / "file" / "out")])
     assert parts.main() == 2
-    assert capsys.readouterr().err.startswith(f"accelerator: --out {tmp_path / 'file' / 'out'}: must be a folder")
+    assert capsys.readouterr().err.startswith(
+        f"accelerator: --out {tmp_path / 'file' / 'out'}: must be a folder"
+    )
 
 
 @pytest.mark.parametrize("part", ["bits", "memory"])
@@ -289,7 +328,9 @@ def test_an_unknown_row_of_a_part_is_an_argument_that_is_wrong(
     assert module.main() == 2
 
 
-def test_rows_are_in_the_file_after_each_and_those_of_an_earlier_run_are_not(parts: Any, tmp_path: Path) -> None:
+def test_rows_are_in_the_file_after_each_and_those_of_an_earlier_run_are_not(
+    parts: Any, tmp_path: Path
+) -> None:
     from part_report import PartReport
 
     (tmp_path / "part.json").write_text('{"rows": [1]}')

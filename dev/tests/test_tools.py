@@ -1,4 +1,5 @@
-"""The tools of the test suite: which tests are thorough, what they cost, which a change needs, and what none sees."""
+"""The tools of the test suite: which tests are thorough, what they cost, which a change needs, and
+what none sees."""
 
 import ast
 import json
@@ -18,18 +19,26 @@ import thorough
 from hypothesis import register_random
 
 
-def cases(test: str, ids: list[str], parameters: list[dict[str, Any]], except_for: Any) -> list[Any]:
+def cases(
+    test: str, ids: list[str], parameters: list[dict[str, Any]], except_for: Any
+) -> list[Any]:
     """Return stand-ins for the cases of a parametrized test with the marker."""
     mark = pytest.mark.thorough(except_for=except_for).mark
     return [
         types.SimpleNamespace(
-            nodeid=f"{test}[{name}]", callspec=types.SimpleNamespace(id=name, params=values), own_markers=[mark]
+            nodeid=f"{test}[{name}]",
+            callspec=types.SimpleNamespace(id=name, params=values),
+            own_markers=[mark],
         )
         for name, values in zip(ids, parameters, strict=True)
     ]
 
 
-COMBINATIONS = [{"layout": layout, "dtype": dtype} for layout in ("data", "model", "fsdp") for dtype in ("f4", "f2")]
+COMBINATIONS = [
+    {"layout": layout, "dtype": dtype}
+    for layout in ("data", "model", "fsdp")
+    for dtype in ("f4", "f2")
+]
 IDS = [f"{one['layout']}-{one['dtype']}" for one in COMBINATIONS]
 
 
@@ -46,7 +55,9 @@ def test_exceptions_are_quick(except_for: Any, quick: list[str]) -> None:
     items = cases("test_a", IDS, COMBINATIONS, except_for)
     thorough.mark_cases(items)
     assert [item.callspec.id for item in items if not item.own_markers] == quick
-    markers = [{mark.name for mark in item.own_markers} for item in items if item.callspec.id not in quick]
+    markers = [
+        {mark.name for mark in item.own_markers} for item in items if item.callspec.id not in quick
+    ]
     assert markers == [{"thorough", "repetition"}] * (len(items) - len(quick))
 
 
@@ -54,11 +65,14 @@ def test_cases_of_a_test_without_a_quick_one_are_not_repetitions() -> None:
     """With the lowest versions no case of such a test would run."""
     items = cases("test_a", IDS, COMBINATIONS, ["moved"])
     thorough.mark_cases(items)
-    assert [[mark.name for mark in item.own_markers] for item in items] == [["thorough"]] * len(items)
+    names = [[mark.name for mark in item.own_markers] for item in items]
+    assert names == [["thorough"]] * len(items)
 
 
 @pytest.mark.parametrize("except_for", [["moved"], IDS])
-def test_exceptions_without_effect_are_errors(except_for: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exceptions_without_effect_are_errors(
+    except_for: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(thorough, "_is_default_run", True)
     with pytest.raises(ValueError, match=r"test_a: .* excepts (all|none) of its cases"):
         thorough.mark_cases(cases("test_a", IDS, COMBINATIONS, except_for))
@@ -74,10 +88,16 @@ def test_exceptions_without_effect_are_errors(except_for: list[str], monkeypatch
     ],
 )
 def test_tests_that_are_named_run(
-    arguments: list[str], expression: str, selected: str, is_default: bool, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    expression: str,
+    selected: str,
+    is_default: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(thorough, "_is_default_run", False)
-    config: Any = types.SimpleNamespace(args=arguments, option=types.SimpleNamespace(markexpr=expression))
+    config: Any = types.SimpleNamespace(
+        args=arguments, option=types.SimpleNamespace(markexpr=expression)
+    )
     thorough.configure(config)
     assert (config.option.markexpr, thorough._is_default_run) == (selected, is_default)
 
@@ -85,8 +105,14 @@ def test_tests_that_are_named_run(
 @pytest.mark.parametrize(
     ("file", "tests"),
     [
-        ("jstep/checkpoint/saver.py", {"jstep/checkpoint/saver.py", "tests/checkpoint", "tests/object_storage"}),
-        ("jstep/stores/objects.py", {"jstep/stores/objects.py", "tests/stores", "tests/object_storage"}),
+        (
+            "jstep/checkpoint/saver.py",
+            {"jstep/checkpoint/saver.py", "tests/checkpoint", "tests/object_storage"},
+        ),
+        (
+            "jstep/stores/objects.py",
+            {"jstep/stores/objects.py", "tests/stores", "tests/object_storage"},
+        ),
         ("tests/planning/test_cost_command.py", {"tests/planning/test_cost_command.py"}),
         ("tests/sharding/conftest.py", {"tests/sharding"}),
         ("tests/hooks/refused_calls.txt", {"tests/hooks", "tests/bad_input"}),
@@ -101,14 +127,16 @@ def test_a_change_leads_to_its_tests(file: str, tests: set[str]) -> None:
 def test_a_changed_helper_leads_to_the_tests_that_use_it() -> None:
     assert "tests/object_storage" in changed.tests_of("tests/object_storage/fake_s3.py")
     wanted = changed.tests_of("tests/optimizer_entries/classic.py")
-    assert {"tests/optimizers/test_contract_steps.py", "tests/sharding/test_sharded_training.py"} <= wanted
+    both = {"tests/optimizers/test_contract_steps.py", "tests/sharding/test_sharded_training.py"}
+    assert both <= wanted
     assert "tests/queues/test_queues.py" not in wanted
 
 
 def test_any_two_paths_of_tests_can_be_collected_together() -> None:
     """pytest finds modules in the folder of a test and in those above it that have a conftest.py.
 
-    One of another folder is found only if tests of that folder are collected, too; and `conftest` is any of several.
+    One of another folder is found only if tests of that folder are collected, too; and `conftest`
+    is any of several.
     """
     root = Path(__file__).parents[2] / "tests"
     files = list(root.rglob("*.py"))
@@ -116,11 +144,18 @@ def test_any_two_paths_of_tests_can_be_collected_together() -> None:
     folder_of = {path.stem: path.parent for path in helpers}
     assert len(folder_of) == len(helpers)
     for file in files:
-        found = {file.parent, *(folder for folder in file.parents if (folder / "conftest.py").exists())}
+        found = {
+            file.parent,
+            *(folder for folder in file.parents if (folder / "conftest.py").exists()),
+        }
         nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
         modules = {one.name for node in nodes if isinstance(node, ast.Import) for one in node.names}
-        modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-        elsewhere = {name for name in modules if folder_of.get(name.split(".")[0], root) not in found}
+        modules |= {
+            node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module
+        }
+        elsewhere = {
+            name for name in modules if folder_of.get(name.split(".")[0], root) not in found
+        }
         assert not elsewhere | modules & {"conftest"}, file
 
 
@@ -140,10 +175,13 @@ def test_files_inside_of_folders_are_not_listed() -> None:
 
 def test_a_warning_of_hypothesis_about_itself_is_ignored() -> None:
     generator = random.Random()
-    register_random(generator)  # warns of an object that only this function refers to, as it does of its own with 3.14
+    # Hypothesis warns of an object that only this function refers to, as of its own with 3.14.
+    register_random(generator)
 
 
-def test_expensive_quick_tests_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_expensive_quick_tests_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     measured = {
         "tests/a/test_x.py::test_one": (0.5, 0.6, False),
         "tests/a/test_x.py::test_two": (9.0, 9.5, False),
@@ -184,10 +222,12 @@ def work(x: int, y: int = 3) -> int | None:
 '''
 
 PROJECT = {
-    "pyproject.toml": '[tool.pytest.ini_options]\naddopts = "-m \'not thorough\'"\nmarkers = ["thorough: by night"]\n',
+    "pyproject.toml": "[tool.pytest.ini_options]\naddopts = \"-m 'not thorough'\"\n"
+    'markers = ["thorough: by night"]\n',
     "jstep/__init__.py": "",
     "jstep/room/__init__.py": "",
-    "jstep/room/work.py": "def seen(x):\n    return x + 1\n\n\ndef at_night(x):\n    return x + 1\n\n\n"
+    "jstep/room/work.py": "def seen(x):\n    return x + 1\n\n\n"
+    "def at_night(x):\n    return x + 1\n\n\n"
     "def reached(x):\n    return x + 1\n\n\ndef unreached(x):\n    return x + 1\n",
     "tests/room/test_work.py": "import pytest\nfrom jstep.room import work\n\n\n"
     "def test_seen():\n    assert work.seen(1) == 2\n\n\n"
@@ -221,13 +261,18 @@ def test_changes_of_each_kind() -> None:
         for one in ways:
             after = one.applied(SOURCE)
             ast.parse(after)
-            begin, end = len(SOURCE.encode()[: one.begin].decode()), len(SOURCE.encode()[one.end :].decode())
+            begin, end = (
+                len(SOURCE.encode()[: one.begin].decode()),
+                len(SOURCE.encode()[one.end :].decode()),
+            )
             assert after.startswith(SOURCE[:begin])
             assert after.endswith(SOURCE[len(SOURCE) - end :])
 
 
 def test_a_seed_draws_the_same_changes_of_different_statements() -> None:
-    first, again, other = (list(mutants.drawn({"a": SOURCE, "b": SOURCE}, 9, seed)) for seed in (1, 1, 2))
+    first, again, other = (
+        list(mutants.drawn({"a": SOURCE, "b": SOURCE}, 9, seed)) for seed in (1, 1, 2)
+    )
     assert first == again != other
     assert len({(path, one.line) for path, one in first}) == len(first) == 9
 
@@ -238,7 +283,10 @@ def test_who_notices_a_change(tmp_path: Path) -> None:
     for name, text in PROJECT.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
-    code = "import pathlib, sys, mutants; sys.exit(mutants.main(sys.argv[2:], pathlib.Path(sys.argv[1]), ['pytest']))"
+    code = (
+        "import pathlib, sys, mutants; sys.exit(mutants.main(sys.argv[2:], "
+        "pathlib.Path(sys.argv[1]), ['pytest']))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path), "4", "--seed", "3", "--night", "jstep/room"],
         cwd=Path(mutants.__file__).parent,
@@ -248,12 +296,20 @@ def test_who_notices_a_change(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 1, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("jstep/room/work.py:")]
-    by = {row[0].rpartition(":")[2]: row[2] for row in rows if row[1] in ("operator", "value", "return")}
+    rows = [
+        line.split() for line in done.stdout.splitlines() if line.startswith("jstep/room/work.py:")
+    ]
+    by = {
+        row[0].rpartition(":")[2]: row[2]
+        for row in rows
+        if row[1] in ("operator", "value", "return")
+    }
     assert by == {"2": "day", "6": "night", "10": "nobody", "14": "nobody"}
     assert "no quick test reaches it" in done.stdout
     assert "-    return x + 1\n" in done.stdout
-    assert done.stdout.splitlines()[-1] == "noticed by day: 1, noticed by night: 1, noticed by nobody: 2"
+    assert done.stdout.splitlines()[-1] == (
+        "noticed by day: 1, noticed by night: 1, noticed by nobody: 2"
+    )
     assert {name: (tmp_path / name).read_text(encoding="utf-8") for name in PROJECT} == PROJECT
 
 
@@ -268,7 +324,10 @@ def test_the_soak_test_runs(tmp_path):
 
 
 def test_the_soak_test_finds_what_grows():
-    found = [{"arrays": 20 + i % 3, "threads": 4, "descriptors": 9, "objects": 10, "bytes": 1} for i in range(40)]
+    found = [
+        {"arrays": 20 + i % 3, "threads": 4, "descriptors": 9, "objects": 10, "bytes": 1}
+        for i in range(40)
+    ]
     assert soak.growth(soak.least_by_part(found)) == {}
     for i, one in enumerate(found):
         one["arrays"] += i

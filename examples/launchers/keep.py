@@ -1,9 +1,9 @@
-"""One machine: restart a command as long as its exit code says that this helps, and the run makes progress.
+"""One machine: restart a command while its exit code says that it helps, and the run advances.
 
     python keep.py runs/launched -- python train.py --checkpoint-dir runs/launched
 
-Signals to keep.py, such as Ctrl-C, are passed on to the command, which saves and is not started again. The command is
-the program itself; a shell script around it should end with `exec python …`.
+Signals to keep.py, such as Ctrl-C, are passed on to the command, which saves and is not started
+again. The command is the program itself; a shell script around it should end with `exec python …`.
 """
 
 import json
@@ -19,7 +19,8 @@ received = []
 
 def start(command):
     """Run the command, pass signals on to it, and return its exit code as a shell shows it."""
-    # In a session of its own: Ctrl-C in a terminal would reach it twice, which stops it without a checkpoint.
+    # In a session of its own: Ctrl-C in a terminal would reach it twice, which stops it without a
+    # checkpoint.
     try:
         child, passed_on = subprocess.Popen(command, start_new_session=True), 0
     except OSError as error:
@@ -36,7 +37,7 @@ def start(command):
 
 
 def progress(run, python):
-    """Return the step that the run has reached (None if it is unknown), and how its latest start ended."""
+    """Return the step that the run has reached, None if unknown, and how its latest start ended."""
     try:
         command = [python, "-m", "jstep", "runs", run, "--json"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -44,13 +45,16 @@ def progress(run, python):
     except (OSError, ValueError) as error:
         return None, f"{python} -m jstep: {error}"
     if done.returncode not in (0, 2):  # 2: there is no such directory yet
-        return None, f"{python} -m jstep: {(done.stderr.strip().splitlines() or [done.returncode])[-1]}"
+        problem = (done.stderr.strip().splitlines() or [done.returncode])[-1]
+        return None, f"{python} -m jstep: {problem}"
     ends = [(one.get("starts") or [one])[-1] for one in found]
-    return sum(one["step"] or 0 for one in found), "; ".join(f"{end['status']} {end['reason'] or ''}" for end in ends)
+    words = "; ".join(f"{end['status']} {end['reason'] or ''}" for end in ends)
+    return sum(one["step"] or 0 for one in found), words
 
 
 def keep(run, command):
-    python = command[0] if "python" in os.path.basename(command[0]) else sys.executable  # which has jstep
+    # The interpreter of the command has jstep.
+    python = command[0] if "python" in os.path.basename(command[0]) else sys.executable
     reached, idle, code = progress(run, python)[0] or 0, 0, 0
     while True:
         before, code = code, start(command)

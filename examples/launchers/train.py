@@ -1,8 +1,9 @@
-"""The training program of all launchers: it joins the other processes, saves on SIGTERM, and resumes.
+"""The program of all launchers: it joins the other processes, saves on SIGTERM, and resumes.
 
     python train.py --steps 2000 --checkpoint-dir runs/launched
 
-Started directly, it runs as one process. `jstep.distributed.initialize` reads the environment that a launcher sets.
+Started directly, it runs as one process. `jstep.distributed.initialize` reads the environment that
+a launcher sets.
 """
 
 import argparse
@@ -17,7 +18,10 @@ import jstep
 
 def init():
     keys = jax.random.split(jax.random.key(0))
-    return {"w1": jax.random.normal(keys[0], (8, 64)) / 3, "w2": jax.random.normal(keys[1], (64, 1)) / 8}
+    return {
+        "w1": jax.random.normal(keys[0], (8, 64)) / 3,
+        "w2": jax.random.normal(keys[1], (64, 1)) / 8,
+    }
 
 
 def loss_fn(params, x, y):
@@ -49,11 +53,19 @@ def main(steps, checkpoint_dir, save_secs, exit_secs=1800):
 
 
 def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=2000, help="the last step (default 2000)")
-    parser.add_argument("--checkpoint-dir", default="runs/launched", help="a path, gs://… or s3://…")
-    parser.add_argument("--save-secs", type=float, default=60, help="seconds between checkpoints (default 60)")
-    parser.add_argument("--exit-secs", type=float, default=1800, help="seconds of a hang that end it (default 1800)")
+    parser.add_argument(
+        "--checkpoint-dir", default="runs/launched", help="a path, gs://… or s3://…"
+    )
+    parser.add_argument(
+        "--save-secs", type=float, default=60, help="seconds between checkpoints (default 60)"
+    )
+    parser.add_argument(
+        "--exit-secs", type=float, default=1800, help="seconds of a hang that end it (default 1800)"
+    )
     return vars(parser.parse_args())
 
 

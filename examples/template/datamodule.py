@@ -20,19 +20,31 @@ class Digits:
         rows = (images / 16).astype(np.float32)[order], labels.astype(np.int32)[order]
         self.rows = {
             name: tuple(array[part] for array in rows)
-            for name, part in (("train", slice(0, 1200)), ("val", slice(1200, 1500)), ("test", slice(1500, None)))
+            for name, part in (
+                ("train", slice(0, 1200)),
+                ("val", slice(1200, 1500)),
+                ("test", slice(1500, None)),
+            )
         }
         self.batch_size, self.seed = batch_size, seed
 
     def train(self, limit=None, shuffle=True):
-        return jstep.batches(self.part("train", limit), self.batch_size, seed=self.seed, shuffle=shuffle)
+        return jstep.batches(
+            self.part("train", limit), self.batch_size, seed=self.seed, shuffle=shuffle
+        )
 
     def one_pass(self, name, limit=None):
         """All rows of a part in order; the last batch may be smaller."""
-        return jstep.batches(self.part(name, limit), self.batch_size, shuffle=False, num_epochs=1, drop_remainder=False)
+        return jstep.batches(
+            self.part(name, limit),
+            self.batch_size,
+            shuffle=False,
+            num_epochs=1,
+            drop_remainder=False,
+        )
 
     def part(self, name, limit):
-        """The first rows: of `limit` batches if it is an integer, a fraction if it is a float, all if it is None."""
+        """The first rows: of `limit` batches if it is an integer, a fraction if a float, or all."""
         rows = self.rows[name]
         if limit is None:
             return rows

@@ -22,7 +22,9 @@ class MLP:
         sizes = [64, *self.widths, 10]
         layers = [
             {"kernel": jax.random.normal(sub, (n, m)) * jnp.sqrt(2.0 / n), "bias": jnp.zeros(m)}
-            for sub, n, m in zip(jax.random.split(key, len(sizes) - 1), sizes, sizes[1:], strict=False)
+            for sub, n, m in zip(
+                jax.random.split(key, len(sizes) - 1), sizes, sizes[1:], strict=False
+            )
         ]
         return {"body": {str(i): layer for i, layer in enumerate(layers[:-1])}, "head": layers[-1]}
 

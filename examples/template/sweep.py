@@ -1,8 +1,8 @@
 """A study of Optuna: each trial is a run of train.py, in the directory of its number.
 
-    python sweep.py trials=20        # start it again after any end: it resumes the trial, and then the study
-    kill -USR1 PID                   # ends the current trial, not the study
-    jstep runs runs/study  # the trials as a table
+    python sweep.py trials=20  # start it again after any end: it resumes the trial, then the study
+    kill -USR1 PID             # ends the current trial, not the study
+    jstep runs runs/study      # the trials as a table
 
 docs/recipes/hydra-optuna.md explains it.
 """
@@ -30,7 +30,7 @@ def suggest(trial):
 
 
 def requeue_unfinished(study):
-    """Queue each trial that a killed process left behind: the same options, in the same directory."""
+    """Queue each trial that a killed process left behind: same options, same directory."""
     for trial in study.get_trials(states=[TrialState.RUNNING]):
         run = trial.user_attrs.get("run", trial.number)
         study.enqueue_trial(trial.params, user_attrs={"run": run})
@@ -65,13 +65,18 @@ def objective(trial, cfg, directory):
 def main(cfg):
     directory = pathlib.Path(HydraConfig.get().runtime.output_dir)
     study = optuna.create_study(
-        study_name=cfg.name, storage=f"sqlite:///{directory}/study.db", load_if_exists=True, direction="minimize"
+        study_name=cfg.name,
+        storage=f"sqlite:///{directory}/study.db",
+        load_if_exists=True,
+        direction="minimize",
     )
     requeue_unfinished(study)
     # The same seed after a restart would suggest the first trials again.
     study.sampler = optuna.samplers.TPESampler(seed=cfg.seed + len(study.trials))
     done = len(study.get_trials(states=[TrialState.COMPLETE, TrialState.PRUNED]))
-    study.optimize(lambda trial: objective(trial, cfg, directory), n_trials=max(0, cfg.trials - done))
+    study.optimize(
+        lambda trial: objective(trial, cfg, directory), n_trials=max(0, cfg.trials - done)
+    )
     print(f"best trial: {study.best_params}, {study.best_value:.4f}")
 
 

@@ -1,13 +1,13 @@
 """A template with Hydra: data, model, training, a test of the best checkpoint, predictions.
 
-    python train.py                                    # start it again to resume
-    python train.py name=wide model.widths=[512,256]   # another run, in runs/wide
-    python train.py debug=fast                         # fast_dev_run: one batch of everything, nothing is saved
-    python train.py debug=overfit                      # two batches, again and again
-    python train.py experiment=finetune                # new head first, then all layers
-    python train.py train=false predict=true           # with the best checkpoint
-    python train.py -m seed=0,1,2                      # multirun; start it again to resume
-    sbatch ../launchers/slurm.sh name=large            # several processes, here with srun
+    python train.py                                   # start it again to resume
+    python train.py name=wide model.widths=[512,256]  # another run, in runs/wide
+    python train.py debug=fast                        # fast_dev_run: a batch of each, no saves
+    python train.py debug=overfit                     # two batches, again and again
+    python train.py experiment=finetune               # new head first, then all layers
+    python train.py train=false predict=true          # with the best checkpoint
+    python train.py -m seed=0,1,2                     # multirun; start it again to resume
+    sbatch ../launchers/slurm.sh name=large           # several processes, here with srun
 
 docs/from/lightning.md compares it with Lightning's.
 """
@@ -42,7 +42,7 @@ def make_optimizer(cfg, steps_per_epoch, last_step):
 
 
 def make_step(model, optimizer, cfg, steps_per_epoch):
-    """The train step; with frozen parameters, a dict of two train steps, by the step at which each begins."""
+    """The train step; with frozen parameters, two of them, by the step at which each begins."""
 
     def step(freeze=()):
         def is_trained(path, leaf):
@@ -77,17 +77,24 @@ def run(cfg, directory, callbacks=()):
     trainer, directory = cfg.trainer, pathlib.Path(directory)
     data, model = instantiate(cfg.data), instantiate(cfg.model)
     fast, overfit = trainer.fast_dev_run, trainer.overfit_batches
-    limits = {name: 1 if fast else trainer[f"limit_{name}_batches"] for name in ("train", "val", "test")}
+    limits = {
+        name: 1 if fast else trainer[f"limit_{name}_batches"] for name in ("train", "val", "test")
+    }
     batches = data.train(overfit or limits["train"], shuffle=not overfit)
     per_epoch = batches.steps_per_epoch
     last_step = 1 if fast else trainer.max_epochs * per_epoch
 
     optimizer = make_optimizer(cfg.optimizer, per_epoch, last_step)
     if trainer.ema:
-        optimizer = jstep.with_moving_average(optimizer, jstep.ExponentialMovingAverage(trainer.ema))
-    mesh = jax.make_mesh((jax.device_count(),), ("data",))  # DDP: parameters on each device, rows distributed
+        optimizer = jstep.with_moving_average(
+            optimizer, jstep.ExponentialMovingAverage(trainer.ema)
+        )
+    # DDP: parameters on each device, rows distributed.
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
     by_rows = NamedSharding(mesh, PartitionSpec("data"))
-    state = jstep.TrainState.create(lambda: model.init(jax.random.key(cfg.seed)), optimizer, mesh=mesh)
+    state = jstep.TrainState.create(
+        lambda: model.init(jax.random.key(cfg.seed)), optimizer, mesh=mesh
+    )
     if trainer.weights:
         with jstep.Saver(trainer.weights, prefix="best") as other:
             state = state.with_params(other.restore_params(state.params, step=other.best_step()))
@@ -97,10 +104,15 @@ def run(cfg, directory, callbacks=()):
         print(jstep.cost(steps[0], state, *jstep.shard_batch(batches[0], mesh)))
 
     def evaluator(rows):
-        return jstep.evaluator(model.metrics, rows, batch_sharding=by_rows, use_averages=bool(trainer.ema))
+        return jstep.evaluator(
+            model.metrics, rows, batch_sharding=by_rows, use_averages=bool(trainer.ema)
+        )
 
     history = jstep.History(None if fast else directory / "metrics.jsonl", every_n_steps=per_epoch)
-    keep = [] if fast else [jstep.KeepBest(directory, "loss"), jstep.EarlyStopping("loss", patience=trainer.patience)]
+    keep = []
+    if not fast:
+        stop = jstep.EarlyStopping("loss", patience=trainer.patience)
+        keep = [jstep.KeepBest(directory, "loss"), stop]
     validation = data.one_pass("train", overfit) if overfit else data.one_pass("val", limits["val"])
     hooks = [
         jstep.NanLossHook(),
@@ -113,7 +125,8 @@ def run(cfg, directory, callbacks=()):
         ),
     ]
     if trainer.profile:
-        hooks.append(jstep.ProfilerHook(directory, start_step=trainer.profile[0], stop_step=trainer.profile[1]))
+        first, last = trainer.profile[0], trainer.profile[1]
+        hooks.append(jstep.ProfilerHook(directory, start_step=first, stop_step=last))
 
     if cfg.train:
         state = jstep.train(

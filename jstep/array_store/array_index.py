@@ -1,12 +1,13 @@
-"""The index of the database that holds the arrays of a checkpoint: what is stored under which key, and where.
+"""The index of the database of a checkpoint's arrays: what is stored under which key, and where.
 
-It is read here before tensorstore reads it, because tensorstore trusts an index. In a malicious one, a tree may name
-one child many times, or one chunk under many keys, so that a few kilobytes are an endless list. Keys that share a long
-prefix may expand to thousands of times the bytes of their node (`tensorstore.ocdbt.dump` writes them all out: 200 kB
-take 2.3 GB). Here, time and memory are proportional to the bytes of the nodes.
+It is read here before tensorstore reads it, because tensorstore trusts an index. In a malicious
+one, a tree may name one child many times, or one chunk under many keys, so that a few kilobytes are
+an endless list. Keys that share a long prefix may expand to thousands of times the bytes of their
+node (`tensorstore.ocdbt.dump` writes them all out: 200 kB take 2.3 GB). Here, time and memory are
+proportional to the bytes of the nodes.
 
-An OCDBT database is a tree of nodes. The manifest names its root, an interior node its children, and a leaf the values,
-which lie in files, or in the node itself if they are small:
+An OCDBT database is a tree of nodes. The manifest names its root, an interior node its children,
+and a leaf the values, which lie in files, or in the node itself if they are small:
 
     manifest, node   magic number | length | version 0 | compression 0 | body | CRC-32C
     body of a node   height | paths of files | keys | children, or values
@@ -24,7 +25,8 @@ from jstep.array_store.listing import ROOT
 from jstep.stores.untrusted import Extents, UntrustedError, is_database_file
 
 ReadRange: TypeAlias = Callable[[str, int, int | None], bytes | None]
-"""`read(path, start, stop)` returns bytes of a file of the database, or None if it is missing or shorter."""
+"""`read(path, start, stop)` returns bytes of a file of the database, or None if it is missing or
+shorter."""
 
 _MANIFEST_MAGIC = b"\x0c\xdb\x3a\x2a"
 _NODE_MAGIC = b"\x0c\xdb\x20\xde"
@@ -38,8 +40,9 @@ _FILE_VALUE = 1
 _MAX_NUMBER_BYTES = 10
 MAX_PATH_BYTES = 2**10
 """The maximum bytes of the path of an array that is saved."""
-# The keys of a node may have `_KEY_ROOM` bytes, and `_MAX_KEY_RATIO` times the bytes of the node. For a chunk, a node
-# has at least nine bytes, and the key is the path of the array and up to 128 bytes with the number of the chunk.
+# The keys of a node may have `_KEY_ROOM` bytes, and `_MAX_KEY_RATIO` times the bytes of the node.
+# For a chunk, a node has at least nine bytes, and the key is the path of the array and up to 128
+# bytes with the number of the chunk.
 _MAX_KEY_RATIO = (MAX_PATH_BYTES + 128) // 9
 _KEY_ROOM = 2**12
 
@@ -130,7 +133,8 @@ def read_index(read: ReadRange) -> ArrayIndex | None:
 def _root_of(manifest: bytes) -> list[_Node]:
     body = _body(manifest, _MANIFEST_MAGIC)
     body.take(_UUID_BYTES)
-    body.numbers(3)  # the kind of the manifest, and the maximum bytes of a value in a node, and of a node
+    # The kind of the manifest, and the maximum bytes of a value in a node, and of a node.
+    body.numbers(3)
     body.take(1)  # the arity of the tree of versions
     if body.number() != 0:
         raise UntrustedError("its nodes are compressed")
@@ -152,7 +156,9 @@ def _root_of(manifest: bytes) -> list[_Node]:
     return [_Node(newest, heights[-1], b"")]
 
 
-def _content_of(body: "_Body", node: _Node) -> tuple[list[_Node], Iterable[tuple[bytes, Extent | bytes]]]:
+def _content_of(
+    body: "_Body", node: _Node
+) -> tuple[list[_Node], Iterable[tuple[bytes, Extent | bytes]]]:
     """Return the children of an interior node, or the keys and values of a leaf."""
     (height,) = body.take(1)
     if height != node.height:
@@ -165,7 +171,8 @@ def _content_of(body: "_Body", node: _Node) -> tuple[list[_Node], Iterable[tuple
     # A key has the first bytes of the one before, as many as are shared, and then its own.
     shared = [0, *body.numbers(max(0, count - 1))]
     unshared = body.numbers(count)
-    # How many bytes of a child's key all keys below the child begin with. The child leaves these out: its `prefix`.
+    # How many bytes of a child's key all keys below the child begin with. The child leaves these
+    # out: its `prefix`.
     common = body.numbers(count) if height else ()
     key_bytes = sum(shared) + sum(unshared) + count * len(node.prefix)
     if key_bytes > _KEY_ROOM + _MAX_KEY_RATIO * node.extent.length:
@@ -197,7 +204,9 @@ def _values(body: "_Body", paths: Sequence[str], count: int) -> list[Extent | by
     lengths = body.numbers(count)
     kinds = body.take(count)
     # First the places of all values in files, and then the bytes of all others.
-    lengths_in_files = [length for length, kind in zip(lengths, kinds, strict=True) if kind == _FILE_VALUE]
+    lengths_in_files = [
+        length for length, kind in zip(lengths, kinds, strict=True) if kind == _FILE_VALUE
+    ]
     ids = body.numbers(len(lengths_in_files))
     starts = body.numbers(len(lengths_in_files))
     extents = iter(_extents(paths, ids, starts, lengths_in_files))
@@ -219,11 +228,16 @@ def _check_database_files(paths: Iterable[str]) -> None:
             raise UntrustedError(f"it names {path!r:.80}, which is not a file of a database")
 
 
-def _extents(paths: Sequence[str], ids: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> list[Extent]:
+def _extents(
+    paths: Sequence[str], ids: Sequence[int], starts: Sequence[int], lengths: Sequence[int]
+) -> list[Extent]:
     """Return extents, whose files are given as numbers in a table of paths."""
     if ids and max(ids) >= len(paths):
         raise UntrustedError("it names a file that is not in its table")
-    return [Extent(paths[i], start, length) for i, start, length in zip(ids, starts, lengths, strict=True)]
+    return [
+        Extent(paths[i], start, length)
+        for i, start, length in zip(ids, starts, lengths, strict=True)
+    ]
 
 
 # The bytes of a manifest or node.
@@ -236,7 +250,8 @@ def _body(data: bytes | None, magic: bytes) -> "_Body":
     stored = int.from_bytes(data[-_CHECKSUM_BYTES:], "little")
     if checksum is not None and checksum(data[:-_CHECKSUM_BYTES]) != stored:
         raise _DamagedError("has another checksum")
-    if data[: len(magic)] != magic or int.from_bytes(data[len(magic) : _HEAD_BYTES], "little") != len(data):
+    nbytes = int.from_bytes(data[len(magic) : _HEAD_BYTES], "little")
+    if data[: len(magic)] != magic or nbytes != len(data):
         raise UntrustedError("it is not an index, or has another length")
     body = _Body(data[_HEAD_BYTES:-_CHECKSUM_BYTES])
     if list(body.numbers(2)) != [0, 0]:
@@ -245,7 +260,8 @@ def _body(data: bytes | None, magic: bytes) -> "_Body":
 
 
 def _checksum() -> Callable[[bytes], int] | None:
-    # An installation without dependencies lacks the package: tensorstore then finds what is damaged when it reads it.
+    # An installation without dependencies lacks the package: tensorstore then finds what is damaged
+    # when it reads it.
     try:
         import google_crc32c
     except ImportError:
@@ -274,7 +290,7 @@ class _Body:
         return number
 
     def numbers(self, count: int) -> Sequence[int]:
-        """Take varints: seven bits a byte, the lowest first, and the eighth says that another byte follows."""
+        """Take varints: seven bits a byte, lowest first; the eighth says that another follows."""
         if count > len(self._data) - self._position:  # before memory for them is allocated
             raise UntrustedError("it is shorter than it says")
         if count == 0:
@@ -297,14 +313,17 @@ class _Body:
         return found
 
     def paths(self) -> list[str]:
-        """Take the table of files: their paths, each with the beginning that it shares with the one before."""
+        """Take the table of files: paths, each with the beginning shared with the one before."""
         count = self.number()
         shared = [0, *self.numbers(max(0, count - 1))]
         unshared = self.numbers(count)
-        self.numbers(count)  # how much of each path is that of a database which was merged into this one
+        # How much of each path is that of a database which was merged into this one.
+        self.numbers(count)
         if sum(shared) + sum(unshared) > _KEY_ROOM + _MAX_KEY_RATIO * len(self._data):
             raise UntrustedError("the paths of its files are longer than it is")
-        return [path.decode(errors="surrogateescape") for path in _keys(self, shared[:count], unshared)]
+        return [
+            path.decode(errors="surrogateescape") for path in _keys(self, shared[:count], unshared)
+        ]
 
     def extents(self, paths: Sequence[str], count: int) -> list[Extent]:
         ids = self.numbers(count)

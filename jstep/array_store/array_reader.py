@@ -1,7 +1,7 @@
-"""Reading of checkpoint arrays, each of which is verified. Imported on first use, because the import is slow.
+"""Reading of checkpoint arrays, each of which is verified.
 
-Chunks in a directory are read by `chunk_files`. tensorstore reads all others, and anything that is not as jstep
-writes it.
+This module is imported on first use, because the import is slow. Chunks in a directory are read by
+`chunk_files`. tensorstore reads all others, and anything that is not as jstep writes it.
 """
 
 import collections
@@ -42,22 +42,33 @@ _READ_AHEAD_OF_TENSORSTORE = 2**28
 _READ_AHEAD_OF_BUCKETS = 2**30
 _MAX_CONCURRENT = 8
 """Chunks to read at once while a checkpoint is verified."""
-# Small neighbors are read together: in a bucket each read is a request. Reads of one array follow those of another
-# within the interval even on a busy machine, so that the number of requests does not depend on time.
+# Small neighbors are read together: in a bucket each read is a request. Reads of one array follow
+# those of another within the interval even on a busy machine, so that the number of requests does
+# not depend on time.
 _TOGETHER = {
     "experimental_read_coalescing_threshold_bytes": 2**20,
     "experimental_read_coalescing_merged_bytes": 2**25,
     "experimental_read_coalescing_interval": "20ms",
 }
-_UNAVAILABLE = "PERMISSION_DENIED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "UNAUTHENTICATED"
+_UNAVAILABLE = (
+    "PERMISSION_DENIED",
+    "UNAVAILABLE",
+    "RESOURCE_EXHAUSTED",
+    "DEADLINE_EXCEEDED",
+    "UNAUTHENTICATED",
+)
 """Beginnings of errors that say nothing about the data."""
-_CORRUPTION = {"NOT_FOUND": "is missing", "DATA_LOSS": "has another checksum", "OUT_OF_RANGE": "is truncated"}
+_CORRUPTION = {
+    "NOT_FOUND": "is missing",
+    "DATA_LOSS": "has another checksum",
+    "OUT_OF_RANGE": "is truncated",
+}
 """Status in an error of tensorstore → what is wrong with an array."""
 _FILE_KEY = re.compile(rf"({re.escape(FILES)}.+)/zarr\.json", re.DOTALL)
 
 
 def _metadata_of_file(size: int, chunk: Sequence[int]) -> dict[str, Any]:
-    """Return the metadata of a file's array, without what releases of tensorstore write or leave out."""
+    """Return metadata of a file's array, without what only some releases of tensorstore write."""
     return {
         "chunk_grid": {"configuration": {"chunk_shape": list(chunk)}, "name": "regular"},
         "chunk_key_encoding": {"name": "default"},
@@ -79,7 +90,10 @@ _OPTIONAL_METADATA = [
 
 
 def _strip_optional(metadata: Any) -> Any:
-    """Return metadata without what is optional; another value stays, and makes them differ from what is expected."""
+    """Return metadata without what is optional.
+
+    Another value stays, and makes them differ from what is expected.
+    """
     for (*path, last), value in _OPTIONAL_METADATA:
         record = metadata
         for key in path:
@@ -103,17 +117,20 @@ class ArrayKind(NamedTuple):
         return math.prod(self.shape) * int(self.dtype.itemsize) + 4 * math.prod(counts)
 
     def chunks(self) -> Iterator[tuple[slice, ...]]:
-        """Return the indices of all chunks in the array; the last one along an axis may be smaller."""
+        """Return the indices of all chunks in the array; the last along an axis may be smaller."""
         slices_of_axes = []
         for size, step in zip(self.shape, self.chunk, strict=True):
-            slices_of_axes.append([slice(start, min(start + step, size)) for start in range(0, size, step)])
+            slices_of_axes.append(
+                [slice(start, min(start + step, size)) for start in range(0, size, step)]
+            )
         return itertools.product(*slices_of_axes)
 
 
 class ArrayReader:
     """The database of a checkpoint, opened for reading.
 
-    Shapes, dtypes and chunks are those of the manifest; what the database says about them is not read.
+    Shapes, dtypes and chunks are those of the manifest; what the database says about them is not
+    read.
 
     Attributes:
         problems: Descriptions of the arrays that are corrupted, as far as they were read.
@@ -129,13 +146,17 @@ class ArrayReader:
         self._indices: dict[str, ArrayIndex | None] = {}  # by the directory of the database
         self._has_own_directory = manifest.data is not None
         self._context = ts.Context(
-            {"cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128}}
+            {
+                "cache_pool#ocdbt": {"total_bytes_limit": 10**8},
+                "file_io_concurrency": {"limit": 128},
+            }
         )
         self._database: dict[str, Any] = {
             "driver": "ocdbt",
             "base": dict(base),
             "cache_pool": "cache_pool#ocdbt",
-            # tensorstore rejects a database with another configuration, whose nodes may be much larger than its files.
+            # tensorstore rejects a database with another configuration, whose nodes may be much
+            # larger than its files.
             "config": CONFIG,
         }
         self._read_ahead = _READ_AHEAD_OF_TENSORSTORE
@@ -144,10 +165,10 @@ class ArrayReader:
             self._read_ahead = _READ_AHEAD_OF_BUCKETS
 
     def foreign_content(self) -> str:
-        """Describe anything in the checkpoint that jstep does not write, and tensorstore must not open; or return "".
+        """Describe anything in the checkpoint that jstep does not write; or return "".
 
-        There must be only regular files, and in the database each value must have bytes of its own: as many as the
-        arrays of the manifest need.
+        tensorstore must not open it. There must be only regular files, and in the database each
+        value must have bytes of its own: as many as the arrays of the manifest need.
         """
         needed = {}
         for name in self._leaves_by_array:
@@ -163,13 +184,20 @@ class ArrayReader:
         except UntrustedError as error:
             return f"the index of its arrays is not what jstep writes: {error}"
         for name, nbytes in needed.items():
-            # An array that the index does not name is left to tensorstore, which says what is wrong with it.
+            # An array that the index does not name is left to tensorstore, which says what is wrong
+            # with it.
             if name in stored and stored[name] < nbytes:
-                return f"{self._described(name)} is missing in part: its chunks have {stored[name]} of {nbytes} bytes"
+                return (
+                    f"{self._described(name)} is missing in part: its chunks have "
+                    f"{stored[name]} of {nbytes} bytes"
+                )
         return "; ".join(self.problems)
 
     def _foreign_files(self, needed: int) -> str:
-        """Describe what the directory has that jstep does not write; its files must have the bytes that are needed."""
+        """Describe what the directory has that jstep does not write.
+
+        Its files must have the bytes that are needed.
+        """
         directory = self._base["path"].rstrip("/")
         if self._has_own_directory and os.path.islink(directory):
             return f"{os.path.basename(directory)} is a link"
@@ -179,12 +207,14 @@ class ArrayReader:
             return str(error)
         if nbytes >= needed:
             return ""
-        return f"its files have {nbytes} bytes, and its arrays need {needed}" if nbytes else "its files are missing"
+        if not nbytes:
+            return "its files are missing"
+        return f"its files have {nbytes} bytes, and its arrays need {needed}"
 
     @functools.cached_property
     def _chunk_bytes(self) -> dict[str, int]:
         index = self._index("")
-        # Of an array in a damaged node nothing is known here; tensorstore says what is wrong with it.
+        # Nothing is known here of an array in a damaged node; tensorstore says what is wrong.
         return {} if index is None or index.damaged else index.chunk_bytes()
 
     def _index(self, directory: str) -> ArrayIndex | None:
@@ -206,12 +236,14 @@ class ArrayReader:
         return self._indices[directory]
 
     def kind(self, name: str) -> ArrayKind | None:
-        """Return the kind of an array; None, and a problem, if the manifest is not what jstep writes."""
+        """Return an array's kind; None, and a problem, if the manifest is not what jstep writes."""
         try:
             shape, dtype = shape_and_dtype(self._leaves_by_array[name])
             part = self._parts.get(name, shape)
             if len(part) == len(shape) and all(map(_is_part, part, shape)):
-                return ArrayKind(shape, jnp.dtype(dtype), chunk_shape(part, shape, jnp.dtype(dtype).itemsize))
+                return ArrayKind(
+                    shape, jnp.dtype(dtype), chunk_shape(part, shape, jnp.dtype(dtype).itemsize)
+                )
             why = f"it has parts of shape {part}"
         except (TypeError, ValueError) as error:
             why = str(error)
@@ -227,10 +259,14 @@ class ArrayReader:
         placed: dict[str, Any] = {}
         buffers = _Buffers()
         kinds = self.kinds(shardings)
-        wanted = {name: boxes_of(local_parts(kinds[name].shape, shardings[name])) for name in shardings}
+        wanted = {
+            name: boxes_of(local_parts(kinds[name].shape, shardings[name])) for name in shardings
+        }
 
         def new_memory(name: str, box: ShardBounds) -> Any:
-            return buffers.take(lengths(box), kinds[name].dtype, is_copied=shardings[name] is not None)
+            return buffers.take(
+                lengths(box), kinds[name].dtype, is_copied=shardings[name] is not None
+            )
 
         for name, boxes in self._read_in_order(kinds, wanted, new_memory):
             if not self.problems:
@@ -239,7 +275,9 @@ class ArrayReader:
         self._check_problems()
         return placed
 
-    def read_boxes(self, wanted: Mapping[str, Sequence[ShardBounds]]) -> dict[str, dict[ShardBounds, Any]]:
+    def read_boxes(
+        self, wanted: Mapping[str, Sequence[ShardBounds]]
+    ) -> dict[str, dict[ShardBounds, Any]]:
         """Read boxes of arrays into memory of the host.
 
         Raises:
@@ -258,7 +296,8 @@ class ArrayReader:
         """Return the kinds of arrays.
 
         Raises:
-            CorruptedCheckpointError: The manifest, or the metadata of a file, is not what jstep writes.
+            CorruptedCheckpointError: The manifest, or the metadata of a file, is not what jstep
+                writes.
         """
         names = list(names)
         kinds_of_files = self._kinds_of_files([name for name in names if name.startswith(FILES)])
@@ -276,13 +315,13 @@ class ArrayReader:
         wanted: Mapping[str, Sequence[ShardBounds]],
         new_memory: Callable[[str, ShardBounds], Any],
     ) -> Iterator[tuple[str, dict[ShardBounds, Any]]]:
-        """Read boxes of arrays, several at a time, and yield the names and values of those that are read, in order.
+        """Read boxes of arrays, several at a time; yield names and values of those read, in order.
 
         The values are undefined if there is a problem.
         """
         with ChunkFiles(self._base["path"], self._places(wanted)) as files:
-            # The arrays that tensorstore has opened: at once if it reads them all, and otherwise only those that
-            # `files` cannot read.
+            # The arrays that tensorstore has opened: at once if it reads them all, and otherwise
+            # only those that `files` cannot read.
             stored: dict[str, Any] = {}
             max_ahead = _READ_AHEAD_OF_CHUNK_FILES
             if not files.has_chunks():
@@ -307,7 +346,10 @@ class ArrayReader:
                 yield oldest.name, oldest.memory
 
     def _places(self, wanted: Iterable[str]) -> Mapping[str, Extent | bytes]:
-        """Return key → where its value is. Empty if tensorstore reads all: in a bucket, or if only files are wanted."""
+        """Return key → where its value is.
+
+        It is empty if tensorstore reads all: in a bucket, or if only files are wanted.
+        """
         if self._base["driver"] != "file" or all(name.startswith(FILES) for name in wanted):
             return {}
         with contextlib.suppress(UntrustedError):
@@ -330,8 +372,14 @@ class ArrayReader:
                 reads[box] = self._read_stored(name, kind, box, values, stored)
         return _Reading(name, memory, reads, sum([values.nbytes for values in memory.values()]))
 
-    def _end(self, reading: "_Reading", kinds: Mapping[str, ArrayKind], stored: dict[str, Any], ahead: int) -> None:
-        """Wait until an array is read; `ahead` are the bytes that may have to be transferred before."""
+    def _end(
+        self,
+        reading: "_Reading",
+        kinds: Mapping[str, ArrayKind],
+        stored: dict[str, Any],
+        ahead: int,
+    ) -> None:
+        """Wait until an array is read; `ahead` are bytes that may have to be transferred before."""
         name = reading.name
         for box, future in reading.reads.items():
             if isinstance(future, futures.Future):
@@ -342,10 +390,12 @@ class ArrayReader:
             if future is not None:
                 self._result(name, future, ahead)
 
-    def _read_stored(self, name: str, kind: ArrayKind, box: ShardBounds, values: Any, stored: dict[str, Any]) -> Any:
-        """Begin to read a box by tensorstore, with an array of `stored`, to which it adds one that it opens.
+    def _read_stored(
+        self, name: str, kind: ArrayKind, box: ShardBounds, values: Any, stored: dict[str, Any]
+    ) -> Any:
+        """Begin to read a box by tensorstore, with an array of `stored`.
 
-        None, and a problem, if the array cannot be opened.
+        It adds an array that it opens to `stored`. None, and a problem, if it cannot be opened.
         """
         if name not in stored:
             stored.update(self._open({name: kind}))
@@ -369,7 +419,7 @@ class ArrayReader:
         return [match[1] for match in matches if match is not None]
 
     def _read_all_nodes(self, directory: str, config: Mapping[str, Any]) -> None:
-        """Let tensorstore read every node of the database in a directory; a damaged one is a problem."""
+        """Let tensorstore read every node of a directory's database; a damaged one is a problem."""
         base = {**self._base, "path": self._base["path"] + directory}
         spec = {**self._database, "base": base, "config": dict(config)}
         kvstore = self._result("", ts.KvStore.open(spec, context=self._context), 0)
@@ -402,12 +452,17 @@ class ArrayReader:
                         break
                     yield name, stored[index]
 
-        for (name, _), future in pipelined(lambda chunk: chunk[1].read(), chunks(), _MAX_CONCURRENT):
+        for (name, _), future in pipelined(
+            lambda chunk: chunk[1].read(), chunks(), _MAX_CONCURRENT
+        ):
             if self._result(name, future, MAX_CHUNK_BYTES) is None:
                 corrupted.add(name)
 
     def _read_merged_databases(self) -> None:
-        """Read the nodes of the databases of the processes, which nothing else reads, up to the first problem."""
+        """Read the nodes of the processes' databases up to the first problem.
+
+        Nothing else reads them.
+        """
         for process in range(self._processes):
             directory = f"ocdbt.process_{process}/"
             try:
@@ -424,9 +479,18 @@ class ArrayReader:
         """Open arrays by tensorstore, all at once; those that cannot be opened are problems."""
         opening: dict[str, Any] = {}
         for name, kind in kinds.items():
-            spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {**self._database, "path": array_path(name)}}
-            spec |= {"fill_missing_data_reads": False, "recheck_cached_data": False, "metadata": array_metadata(*kind)}
-            opening[name] = ts.open(spec, open=True, read=True, assume_metadata=True, context=self._context)
+            spec: dict[str, Any] = {
+                "driver": "zarr3",
+                "kvstore": {**self._database, "path": array_path(name)},
+            }
+            spec |= {
+                "fill_missing_data_reads": False,
+                "recheck_cached_data": False,
+                "metadata": array_metadata(*kind),
+            }
+            opening[name] = ts.open(
+                spec, open=True, read=True, assume_metadata=True, context=self._context
+            )
         opened = {name: self._result(name, future, 0) for name, future in opening.items()}
         return {name: stored for name, stored in opened.items() if stored is not None}
 
@@ -446,10 +510,10 @@ class ArrayReader:
         return kinds
 
     def _kind_of_file(self, name: str, read: Any) -> ArrayKind | None:
-        """Return the kind of a file's array; None, and a problem, if its metadata are not what jstep writes.
+        """Return the kind of a file's array; None, and a problem, if its metadata are not jstep's.
 
-        All of it is compared. Metadata that another process than the first has written have no checksum of their own,
-        but the number of bytes stands in them twice.
+        All of it is compared. Metadata that another process than the first has written have no
+        checksum of their own, but the number of bytes stands in them twice.
         """
         if read is None:
             return None
@@ -457,14 +521,17 @@ class ArrayReader:
             self.problems.append(f"{self._described(name)} is missing")
             return None
         metadata = decode_json(bytes(read.value))
-        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+        with contextlib.suppress(
+            LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError
+        ):
             (size,) = metadata["shape"]
             kind = ArrayKind((size,), np.dtype(np.uint8), chunk_shape((size,), (size,), 1))
             # Nothing else says how large a file is: the manifest has only its name.
             is_stored = self._chunk_bytes.get(name, 0) >= kind.nbytes
-            is_expected = type(size) is int and _strip_optional(metadata) == _metadata_of_file(size, kind.chunk)
-            if is_expected and is_stored:
-                return kind
+            if type(size) is int and is_stored:
+                expected = _metadata_of_file(size, kind.chunk)
+                if _strip_optional(metadata) == expected:
+                    return kind
         self.problems.append(f"{self._described(name)} is not what jstep writes")
         return None
 
@@ -485,7 +552,9 @@ class ArrayReader:
             text = str(error)
             if _is_unavailable(text):
                 raise
-            why = next((why for status, why in _CORRUPTION.items() if status in text), "cannot be decoded")
+            why = next(
+                (why for status, why in _CORRUPTION.items() if status in text), "cannot be decoded"
+            )
             self.problems.append(f"{self._described(name)} {why}: {redact(text)}")
             return None
 
@@ -508,7 +577,8 @@ class _Reading(NamedTuple):
 
     Attributes:
         memory: Box → the memory that it is read into.
-        reads: Box → a future: of `chunk_files` whether it was read, or of tensorstore; None after a problem.
+        reads: Box → a future: of `chunk_files` whether it was read, or of tensorstore; None after a
+            problem.
         nbytes: The bytes of all boxes.
     """
 
@@ -519,7 +589,10 @@ class _Reading(NamedTuple):
 
 
 class _Buffers:
-    """Memory that is used again once an array was copied out of it: new memory takes as long as reading into it."""
+    """Memory that is used again once an array was copied out of it.
+
+    New memory takes as long as reading into it.
+    """
 
     def __init__(self) -> None:
         self._free: list[np.ndarray[Any, Any]] = []
@@ -528,15 +601,15 @@ class _Buffers:
         """Return an array to read into.
 
         Args:
-            is_copied: Whether the array will be copied out, so that its memory can be used again: it is then a part of
-                a buffer, which is its `base`.
+            is_copied: Whether the array will be copied out, so that its memory can be used again:
+                it is then a part of a buffer, which is its `base`.
         """
         if not is_copied:
             return np.empty(shape, dtype)
         size = math.prod(shape) * dtype.itemsize
         buffer = self._take_free(size + 64, 2 * size + 2**20)
-        # At 16 bytes after a multiple of 64. On CPUs, JAX would not copy memory that is aligned to 64 bytes, but use it
-        # in place, and the buffer could not be used again.
+        # At 16 bytes after a multiple of 64. On CPUs, JAX would not copy memory that is aligned to
+        # 64 bytes, but use it in place, and the buffer could not be used again.
         start = (16 - buffer.ctypes.data) % 64
         return buffer[start : start + size].view(dtype).reshape(shape)
 
@@ -553,8 +626,8 @@ class _Buffers:
 def place_boxes(kind: ArrayKind, sharding: Any, boxes: Mapping[ShardBounds, Any]) -> Any:
     """Return the array that some boxes make up.
 
-    With a sharding, it has memory of its own, and that of the boxes may be used again. Without one, there is one box,
-    and its NumPy array is returned.
+    With a sharding, it has memory of its own, and that of the boxes may be used again. Without one,
+    there is one box, and its NumPy array is returned.
     """
     if sharding is None:
         (values,) = boxes.values()
@@ -564,7 +637,10 @@ def place_boxes(kind: ArrayKind, sharding: Any, boxes: Mapping[ShardBounds, Any]
 
 
 def boxes_of(parts: Sequence[ShardBounds]) -> Sequence[ShardBounds]:
-    """Return one box if parts fill it, so that no chunk is read once for each part; otherwise the parts."""
+    """Return one box if parts fill it, otherwise the parts.
+
+    With one box, no chunk is read once for each part.
+    """
     # The least box that has all parts: on each axis, from the first start to the last stop.
     bounds = []
     for ends in zip(*parts, strict=True):
@@ -583,5 +659,8 @@ def _values_of_part(part: ShardBounds, boxes: Mapping[ShardBounds, Any]) -> Any:
         return boxes[part]
     # Otherwise the boxes are one that has all parts: see `boxes_of`.
     ((box, values),) = boxes.items()
-    index = [slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(part, box, strict=True)]
+    index = [
+        slice(start - origin, stop - origin)
+        for (start, stop), (origin, _) in zip(part, box, strict=True)
+    ]
     return values[tuple(index)]

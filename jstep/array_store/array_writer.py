@@ -1,7 +1,8 @@
-"""Writing of checkpoint arrays in Orbax's format, by tensorstore. Imported on first use, because the import is slow.
+"""Writing of checkpoint arrays in Orbax's format, by tensorstore.
 
-The arrays of a checkpoint are one OCDBT database: a tree of nodes, each with a CRC-32C, in files that also hold the
-chunks of the arrays. These are zarr3, each with a CRC-32C, which tensorstore checks whenever anything reads it.
+This module is imported on first use, because the import is slow. The arrays of a checkpoint are one
+OCDBT database: a tree of nodes, each with a CRC-32C, in files that also hold the chunks of the
+arrays. These are zarr3, each with a CRC-32C, which tensorstore checks whenever anything reads it.
 """
 
 import functools
@@ -28,7 +29,8 @@ MIN_PART_BYTES = 2**20
 MAX_CHUNK_BYTES = 2**25
 """The maximum bytes of a chunk, the unit of checksums."""
 Wait = Callable[[Any, int], Any]
-"""`wait(future, nbytes)` returns the result of a future; that many bytes may have to be transferred before."""
+"""`wait(future, nbytes)` returns the result of a future; that many bytes may have to be transferred
+before."""
 Index = tuple[slice, ...]
 
 
@@ -94,7 +96,9 @@ def _division(sharding: Any, shape: tuple[int, ...], itemsize: int) -> _Division
         part = bounds(index, shape)
         if device in shards:
             i, shard = shards[device]
-            indices_in_shard = [slice(a - start, b - start) for (a, b), (start, _) in zip(part, shard, strict=True)]
+            indices_in_shard = [
+                slice(a - start, b - start) for (a, b), (start, _) in zip(part, shard, strict=True)
+            ]
             local_part = _LocalPart(i, slices(part), tuple(indices_in_shard))
             local_parts.setdefault(seen[part], []).append(local_part)
         seen[part] += 1
@@ -104,10 +108,12 @@ def _division(sharding: Any, shape: tuple[int, ...], itemsize: int) -> _Division
 def divide_replicas(sharding: Any, shape: tuple[int, ...], itemsize: int) -> Any:
     """Return a sharding on the same devices that divides a shard between its replicas.
 
-    No part has less than `MIN_PART_BYTES`. A shard is divided along one axis, into the largest number of parts that
-    divides this axis and is a product of divisors of the free axes of the mesh.
+    No part has less than `MIN_PART_BYTES`. A shard is divided along one axis, into the largest
+    number of parts that divides this axis and is a product of divisors of the free axes of the
+    mesh.
     """
-    if not isinstance(sharding, NamedSharding) or is_of_host(sharding):  # slices of pinned memory may hang
+    if not isinstance(sharding, NamedSharding) or is_of_host(sharding):
+        # Slices of pinned memory may hang.
         return sharding
     mesh = sharding.mesh
     shard = sharding.shard_shape(shape)
@@ -127,7 +133,7 @@ def divide_replicas(sharding: Any, shape: tuple[int, ...], itemsize: int) -> Any
 
 
 def _factors(count: int, sizes: Mapping[str, int]) -> dict[str, int] | None:
-    """Return a divisor of each size, such that their product is `count`; None if the greedy search finds none."""
+    """Return a divisor per size, with the product `count`; None if a greedy search finds none."""
     factors: dict[str, int] = {}
     for name, size in sizes.items():
         factors[name] = math.gcd(count, size)
@@ -138,9 +144,10 @@ def _factors(count: int, sizes: Mapping[str, int]) -> dict[str, int] | None:
 def _divide_along(
     sharding: NamedSharding, axes: Sequence[tuple[str, ...]], axis: int, factors: Mapping[str, int]
 ) -> NamedSharding:
-    """Divide the replicas of a shard along one of its axes, each free axis of the mesh into as many parts as given.
+    """Divide the replicas of a shard along one of its axes.
 
-    Such an axis of the mesh becomes two: one along which the array is divided, and one of replicas.
+    Each free axis of the mesh is divided into as many parts as given. Such an axis of the mesh
+    becomes two: one along which the array is divided, and one of replicas.
 
     Args:
         axes: The axes of the mesh along which each axis of the array is divided already.
@@ -161,14 +168,15 @@ def _divide_along(
 
 
 def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[OwnParts]:
-    """Return the parts that this process writes, or copies of them on the way to the host; arrays may then be donated.
+    """Return the parts that this process writes, or copies of them on the way to the host.
 
-    No process writes all of a large replicated array, nor all of the small ones.
+    The arrays may then be donated. No process writes all of a large replicated array, nor all of
+    the small ones.
 
     Args:
         arrays: The arrays by name.
-        copies: Where to copy arrays of CPUs, which are otherwise read in place; None if the caller waits for the save,
-            so that nothing changes them.
+        copies: Where to copy arrays of CPUs, which are otherwise read in place; None if the caller
+            waits for the save, so that nothing changes them.
 
     Raises:
         ValueError: tensorstore cannot store an array of this dtype, or of so many dimensions.
@@ -184,13 +192,18 @@ def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[Ow
     # Once for each sharding, not for each array: many arrays have the same.
     shardings = {array.sharding for array in jax_arrays.values()}
     shardings_in_place = {sharding for sharding in shardings if is_read_in_place(sharding)}
-    moving = [name for name, array in jax_arrays.items() if array.sharding not in shardings_in_place]
+    moving = [
+        name for name, array in jax_arrays.items() if array.sharding not in shardings_in_place
+    ]
     if moving:
         # A program for each shape, whatever the number of replicas.
-        divided = jax.device_put([arrays[name] for name in moving], [divisions[name].sharding for name in moving])
+        divided = jax.device_put(
+            [arrays[name] for name in moving], [divisions[name].sharding for name in moving]
+        )
         jax_arrays |= dict(zip(moving, divided, strict=True))
 
-    # The parts that are read in place in the host's memory, and the others: all of one kind are copied at once.
+    # The parts that are read in place in the host's memory, and the others: all of one kind are
+    # copied at once.
     host_parts: list[_TakenPart] = []
     device_parts: list[_TakenPart] = []
     for name, replica in _choose_replicas(jax_arrays, divisions).items():
@@ -210,7 +223,9 @@ def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[Ow
         device_values = _copies_on_host([part.data for part in device_parts])
 
     values: dict[str, list[tuple[Index, Any]]] = {name: [] for name in arrays}
-    for part, value in zip([*host_parts, *device_parts], [*host_values, *device_values], strict=True):
+    for part, value in zip(
+        [*host_parts, *device_parts], [*host_values, *device_values], strict=True
+    ):
         values[part.name].append((part.indices, value))
     own_parts: list[OwnParts] = []
     for name, array in arrays.items():
@@ -221,7 +236,9 @@ def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[Ow
             part_shape = array.shape
             if processes.is_process_0():
                 values[name].append(((), array))
-        own_parts.append(OwnParts(name, array.shape, array.dtype, part=part_shape, values=values[name]))
+        own_parts.append(
+            OwnParts(name, array.shape, array.dtype, part=part_shape, values=values[name])
+        )
     return own_parts
 
 
@@ -230,22 +247,33 @@ def _why_not_stored(dtype: str, dimensions: int) -> str:
     """Return why no array of a kind can be stored; "" if it can be."""
     ones = (1,) * dimensions
     try:
-        ts.Spec({"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": array_metadata(ones, dtype, ones)})
+        ts.Spec(
+            {
+                "driver": "zarr3",
+                "kvstore": {"driver": "memory"},
+                "metadata": array_metadata(ones, dtype, ones),
+            }
+        )
     except ValueError as error:
         return str(error)
     return ""
 
 
 class _TakenPart(NamedTuple):
-    """A part that this process writes of an array: its name, the indices of the part in it, and the values."""
+    """A part of an array that this process writes: its name, the part's indices, the values."""
 
     name: str
     indices: Index
     data: Any
 
 
-def _choose_replicas(arrays: Mapping[str, jax.Array], divisions: Mapping[str, _Division]) -> dict[str, int]:
-    """Return name → the replica of an array that is written; of arrays with as many replicas, each in turn."""
+def _choose_replicas(
+    arrays: Mapping[str, jax.Array], divisions: Mapping[str, _Division]
+) -> dict[str, int]:
+    """Return name → the replica of an array that is written.
+
+    Of arrays with as many replicas, each replica has its turn.
+    """
     replicas: dict[str, int] = {}
     turns_of_counts: dict[int, Turns] = {}
     for name, division in divisions.items():
@@ -259,11 +287,12 @@ def _choose_replicas(arrays: Mapping[str, jax.Array], divisions: Mapping[str, _D
 
 
 class Turns:
-    """Whose turn it is to write or read an array that `count` replicas or processes have: each in turn takes a group.
+    """Whose turn it is to write or read an array that `count` replicas or processes have.
 
-    A group has `MIN_PART_BYTES` bytes. It lies in one file, because one replica writes it. The processes that restore
-    take the same turns (`shared_reads`), so that each of them reads whole groups. Only speed depends on it: with other
-    turns, a process would read small pieces of many files.
+    Each in turn takes a group. A group has `MIN_PART_BYTES` bytes. It lies in one file, because one
+    replica writes it. The processes that restore take the same turns (`shared_reads`), so that each
+    of them reads whole groups. Only speed depends on it: with other turns, a process would read
+    small pieces of many files.
 
     Attributes:
         current: The index of the one whose turn it is.
@@ -284,10 +313,10 @@ class Turns:
 
 @functools.cache
 def _stride(count: int) -> int:
-    """Return the distance from one turn to the next: about the golden ratio of the count, and coprime to it.
+    """Return the distance between turns: about the golden ratio of the count, and coprime to it.
 
-    Not 1, because neighboring replicas are often devices of one process, which would write many groups in a row.
-    Coprime, so that each has its turn.
+    Not 1, because neighboring replicas are often devices of one process, which would write many
+    groups in a row. Coprime, so that each has its turn.
     """
     return next(n for n in range(math.ceil(0.618 * count), 2 * count) if math.gcd(n, count) == 1)
 
@@ -299,11 +328,12 @@ def is_read_in_place(sharding: Any) -> bool:
 def _copies_on_host(arrays: Sequence[jax.Array]) -> Sequence[Any]:
     """Start to copy arrays to the host, if possible to its pinned memory.
 
-    A donation need not wait for a copy to pinned memory, as it must for one to pageable memory, which therefore ends
-    before this returns.
+    A donation need not wait for a copy to pinned memory, as it must for one to pageable memory,
+    which therefore ends before this returns.
     """
     devices = {device for array in arrays for device in array.devices()}
-    if all("pinned_host" in {memory.kind for memory in device.addressable_memories()} for device in devices):
+    kinds = [{memory.kind for memory in device.addressable_memories()} for device in devices]
+    if all("pinned_host" in kinds_of_device for kinds_of_device in kinds):
         pinned = [array.sharding.with_memory_kind("pinned_host") for array in arrays]
         return jax.device_put(arrays, pinned, may_alias=False)  # also of arrays in that memory
     for array in arrays:
@@ -314,10 +344,11 @@ def _copies_on_host(arrays: Sequence[jax.Array]) -> Sequence[Any]:
 # Writing.
 
 _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-# Orbax's settings, except for the size of a node, which is searched entry by entry for each array: with all arrays in
-# one node, reading would be quadratic.
+# Orbax's settings, except for the size of a node, which is searched entry by entry for each array:
+# with all arrays in one node, reading would be quadratic.
 _MAX_INLINE_BYTES = 1024
-"""The maximum bytes of a value that is in a node of the database; a reference to a chunk has fewer."""
+"""The maximum bytes of a value that is in a node of the database; a reference to a chunk has
+fewer."""
 CONFIG = {
     "max_inline_value_bytes": _MAX_INLINE_BYTES,
     "max_decoded_node_bytes": 2**21,
@@ -325,13 +356,15 @@ CONFIG = {
     "compression": None,  # so that the size of a file bounds the memory that it needs
 }
 CONFIG_OF_OTHERS = {**CONFIG, "max_inline_value_bytes": 100}
-"""The configuration of the databases of all processes but the first, whose nodes have only the smallest chunks.
+"""The configuration of the databases of all processes but the first.
 
-A process that restores reads all nodes, and would read the small chunks of all processes with them. The first process
-needs the other configuration: it writes the metadata of the arrays, which have a checksum only as a part of a node.
+Their nodes have only the smallest chunks. A process that restores reads all nodes, and would read
+the small chunks of all processes with them. The first process needs the other configuration: it
+writes the metadata of the arrays, which have a checksum only as a part of a node.
 """
 FILES = "$files/"
-"""The beginning of the names of arrays that are files of a `CheckpointExtra`; no other name has this sign."""
+"""The beginning of the names of arrays that are files of a `CheckpointExtra`; no other name has
+this sign."""
 
 
 def file_array(name: str, data: bytes) -> OwnParts:
@@ -348,10 +381,10 @@ def file_array(name: str, data: bytes) -> OwnParts:
 
 
 def database_base(spec: Mapping[str, Any], key: str = "") -> dict[str, Any]:
-    """Return the `base` of a database below a key (empty, or with a slash at its end) of a directory or URL.
+    """Return the `base` of a database below a key of a directory or URL.
 
-    In an object store, the root of the database is kept in memory: tensorstore would write it on condition, and crash
-    if the bucket is gone.
+    The key is empty, or has a slash at its end. In an object store, the root of the database is
+    kept in memory: tensorstore would write it on condition, and crash if the bucket is gone.
     """
     if spec["driver"] == "file":
         return {**spec, "path": f"{spec['path']}{key}"}
@@ -363,26 +396,32 @@ def database_base(spec: Mapping[str, Any], key: str = "") -> dict[str, Any]:
 def _root(base: Mapping[str, Any], context: ts.Context) -> bytes | None:
     if base["driver"] != "kvstack":
         return None
-    # The one in which `base` keeps the root: a context has one memory for all stores of this driver.
+    # The one in which `base` keeps the root: a context has one memory for all these stores.
     memory = ts.KvStore.open({"driver": "memory"}, context=context).result()
     root = memory.read(f"{base['path']}{ROOT}").result()
     # A process that has nothing to write makes no database.
     return bytes(root.value) if root.state == "value" else None
 
 
-def write(base: Mapping[str, Any], arrays: Sequence[OwnParts], wait: Wait, *, first: bool) -> bytes | None:
+def write(
+    base: Mapping[str, Any], arrays: Sequence[OwnParts], wait: Wait, *, first: bool
+) -> bytes | None:
     """Write the parts of arrays in one transaction, and flush them.
 
     The first process creates the arrays, and the others assume what it writes.
 
     Returns:
-        The root of the database if it was kept in memory (see `database_base`), which the caller writes last; None
-        otherwise, or if there is nothing to write.
+        The root of the database if it was kept in memory (see `database_base`), which the caller
+        writes last; None otherwise, or if there is nothing to write.
     """
     context = ts.Context()
     transaction = ts.Transaction(atomic=True)
     is_local = base["driver"] == "file"
-    database: dict[str, Any] = {"driver": "ocdbt", "base": dict(base), "config": CONFIG if first else CONFIG_OF_OTHERS}
+    database: dict[str, Any] = {
+        "driver": "ocdbt",
+        "base": dict(base),
+        "config": CONFIG if first else CONFIG_OF_OTHERS,
+    }
     if not is_local:
         database["target_data_file_size"] = OBJECT_BYTES
     cached_chunk_shape = functools.cache(chunk_shape)  # many arrays have one shape
@@ -393,7 +432,8 @@ def write(base: Mapping[str, Any], arrays: Sequence[OwnParts], wait: Wait, *, fi
             "driver": "zarr3",
             "kvstore": {**database, "path": array_path(array.name)},
             "metadata": array_metadata(array.shape, array.dtype, chunk),
-            # Otherwise a chunk of zeros would not be stored, and could not be told from one that was lost.
+            # Otherwise a chunk of zeros would not be stored, and could not be told from one that
+            # was lost.
             "store_data_equal_to_fill_value": True,
         }
         creates = first or array.is_file
@@ -404,7 +444,9 @@ def write(base: Mapping[str, Any], arrays: Sequence[OwnParts], wait: Wait, *, fi
     nbytes = 0
     for stored, array in zip(opened, arrays, strict=True):
         for index, values in array.values:
-            writes.append(stored[index].write(np.asarray(values), can_reference_source_data_indefinitely=True))
+            writes.append(
+                stored[index].write(np.asarray(values), can_reference_source_data_indefinitely=True)
+            )
             nbytes += values.nbytes
     for pending in writes:  # within the transaction, that is in memory
         pending.result()
@@ -436,17 +478,26 @@ def chunk_shape(part: tuple[int, ...], shape: tuple[int, ...], itemsize: int) ->
 
 
 def count_entries(arrays: Sequence[OwnParts]) -> int:
-    """Return the number of entries of a database: the chunks of all processes, and the metadata of each array."""
+    """Return the number of entries of a database.
+
+    These are the chunks of all processes, and the metadata of each array.
+    """
     count = len(arrays)
     for array in arrays:
         chunk = chunk_shape(array.part, array.shape, array.dtype.itemsize)
-        count += math.prod([-(-size // step) for size, step in zip(array.shape, chunk, strict=True) if step])
+        count += math.prod(
+            [-(-size // step) for size, step in zip(array.shape, chunk, strict=True) if step]
+        )
     return count
 
 
 def merge(base: Mapping[str, Any], keys: Iterable[str], entries: int, wait: Wait) -> bytes | None:
-    """Merge the databases below some keys into one, which refers to their files; see `write` for the result."""
-    # Orbax's own merge uses a glob, which reads brackets and `**` in the path of the checkpoint as a pattern.
+    """Merge the databases below some keys into one, which refers to their files.
+
+    See `write` for the result.
+    """
+    # Orbax's own merge uses a glob, which reads brackets and `**` in the path of the checkpoint as
+    # a pattern.
     context = ts.Context({"cache_pool": {"total_bytes_limit": 10**8}})
     transaction = ts.Transaction(atomic=True)
     whole = {"driver": "ocdbt", "base": dict(base), "config": CONFIG}
@@ -463,10 +514,16 @@ def merge(base: Mapping[str, Any], keys: Iterable[str], entries: int, wait: Wait
 
 
 def orbax_files(names: Iterable[str], saved_at: float) -> dict[str, bytes]:
-    """Return the files that only Orbax reads, with the tree and the step. Their bytes are part of the format."""
+    """Return the files that only Orbax reads, with the tree and the step.
+
+    Their bytes are part of the format.
+    """
     # Without a sharding, Orbax reads NumPy arrays only if this tells it so.
     value = {"value_type": "np.ndarray", "skip_deserialize": False}
-    tree = {str((name,)): {"key_metadata": [{"key": name, "key_type": 2}], "value_metadata": value} for name in names}
+    tree = {
+        str((name,)): {"key_metadata": [{"key": name, "key_type": 2}], "value_metadata": value}
+        for name in names
+    }
     whole = {
         "tree_metadata": tree,
         "use_ocdbt": True,

@@ -1,7 +1,8 @@
-"""Attempts: where a save writes until it is a checkpoint. `save` writes into them, in a directory as below a URL.
+"""Attempts: where a save writes until it is a checkpoint.
 
-With one process, the database is directly in the attempt, else below `ocdbt.process_N/`. A crash before the checkpoint
-is published leaves an attempt, which the next save removes.
+`save` writes into them, in a directory as below a URL. With one process, the database is directly
+in the attempt, else below `ocdbt.process_N/`. A crash before the checkpoint is published leaves an
+attempt, which the next save removes.
 """
 
 import abc
@@ -29,7 +30,7 @@ PARTS = "parts/"
 
 
 class Storage(Protocol):
-    """The storage of a checkpoint's arrays, and of the files beside them: a directory, or the objects below a URL.
+    """Storage of a checkpoint's arrays and files beside them: a directory, or objects below a URL.
 
     Keys are relative to it.
     """
@@ -47,9 +48,10 @@ class Storage(Protocol):
         """Return the names of the files below a key, which has a slash at its end."""
 
     def progress(self, keys: Sequence[str]) -> Sequence[int]:
-        """Return, for each key, what changes while files below it are written: their bytes, or the number of objects.
+        """Return, for each key, what changes while files below it are written.
 
-        In a bucket, this is one list, however many keys there are.
+        These are their bytes, or the number of objects. In a bucket, this is one list, however many
+        keys there are.
         """
 
     def write(self, key: str, data: bytes) -> object:
@@ -63,10 +65,11 @@ class Storage(Protocol):
         return future.result()
 
     def finish(self, key: str = "", flushed_keys: Collection[str] = ()) -> FileSizes:
-        """Flush the names of the files below a key, and return those that the manifest lists, with their sizes.
+        """Flush the names of files below a key; return those that the manifest lists, with sizes.
 
         Args:
-            flushed_keys: Keys below it, the names of whose files another process has flushed already.
+            flushed_keys: Keys below it, whose files have names that another process has flushed
+                already.
         """
         return {}
 
@@ -114,9 +117,10 @@ class LocalStorage(Storage):
         for directory, _, names in os.walk(self.path(key)):
             for name in names:
                 path = os.path.join(directory, name)
-                sizes[os.path.relpath(path, self._path).replace(os.sep, "/")] = os.path.getsize(path)
-            # Below the key of a process there is one level of directories, `d/`. The name of the key itself is in the
-            # directory above it, which is flushed here.
+                nbytes = os.path.getsize(path)
+                sizes[os.path.relpath(path, self._path).replace(os.sep, "/")] = nbytes
+            # Below the key of a process there is one level of directories, `d/`. The name of the
+            # key itself is in the directory above it, which is flushed here.
             if directory not in flushed and os.path.dirname(directory) not in flushed:
                 sync_directory(directory)
         return dict(sorted(sizes.items()))
@@ -130,8 +134,9 @@ class Attempt(abc.ABC):
         path: The path or URL of the checkpoint that it becomes.
         name: A name that no other attempt of the program has.
         thread: The name of the thread that writes.
-        may_report_saved: Whether other processes still find a report once the checkpoint is published. Not in a
-            directory, which has another name by then: they look for that (`is_published`).
+        may_report_saved: Whether other processes still find a report once the checkpoint is
+            published. Not in a directory, which has another name by then: they look for that
+            (`is_published`).
     """
 
     may_report_saved: bool
@@ -151,14 +156,14 @@ class Attempt(abc.ABC):
 
     @abc.abstractmethod
     def is_published(self, report_key: str) -> bool:
-        """Whether this attempt is the checkpoint, by the report that a process has written into it."""
+        """Whether this attempt is the checkpoint, by the report that a process wrote into it."""
 
     def clean_up(self) -> None:  # noqa: B027  a directory has none
-        """Remove what a published checkpoint has replaced, and what interrupted saves left behind."""
+        """Remove what a published checkpoint replaced, and what interrupted saves left behind."""
 
 
 def writer_module() -> Any:
-    """Return the module `array_writer`, which is imported on first use: importing tensorstore is slow."""
+    """Return the module `array_writer`, imported on first use: importing tensorstore is slow."""
     from jstep.array_store import array_writer
 
     return array_writer
@@ -175,7 +180,8 @@ UNFINISHED_WRITES: "dict[str, BackgroundWrite]" = {}
 class BackgroundWrite:
     """The write of a checkpoint in the background, which the interpreter finishes before it exits.
 
-    `run` writes it, or waits until it is written; its exception, of any kind, is the error of the write.
+    `run` writes it, or waits until it is written; its exception, of any kind, is the error of the
+    write.
     """
 
     def __init__(self, name: str, run: Callable[[], None], thread: str) -> None:
@@ -196,14 +202,14 @@ class BackgroundWrite:
         UNFINISHED_WRITES.pop(self._name, None)
 
     def detach(self) -> None:
-        """Let the interpreter exit without the end of the write, whose files are left as after a kill."""
+        """Let the interpreter exit before the write ends; its files are left as after a kill."""
         self._is_detached = True
 
     def has_ended(self) -> bool:
         return self._done.done()
 
     def join(self) -> None:
-        """Wait for the write to end, whether it fails or not; do nothing in a fork, whose parent writes."""
+        """Wait for the write to end, failed or not; do nothing in a fork, whose parent writes."""
         if self._pid == os.getpid():
             futures.wait([self._done])
 
@@ -212,7 +218,8 @@ class BackgroundWrite:
 
         It is not raised: an exit or an interrupt in the thread of the write is none of this thread.
         """
-        # If Ctrl-C interrupts this, the write is still in `UNFINISHED_WRITES`, and `_finish` waits for it.
+        # If Ctrl-C interrupts this, the write is still in `UNFINISHED_WRITES`, and `_finish` waits
+        # for it.
         self.join()
         if self._pid != os.getpid():
             return None
@@ -222,8 +229,8 @@ class BackgroundWrite:
     def finish(self) -> None:
         """Wait at the exit of the interpreter, unless the write is detached, and log its error."""
         if self._is_detached:
-            # A thread that comes back from tensorstore while the interpreter ends would abort the process. What is
-            # short ends within this time, and what is not stays in tensorstore.
+            # A thread that comes back from tensorstore while the interpreter ends would abort the
+            # process. What is short ends within this time, and what is not stays in tensorstore.
             futures.wait([self._done], timeout=_DETACHED_SECS)
             return
         error = self.wait()
@@ -233,7 +240,10 @@ class BackgroundWrite:
 
 @functools.cache
 def _finish_at_exit() -> None:
-    """Let the interpreter finish the saves in progress before it exits: it would not wait for their daemon threads."""
+    """Let the interpreter finish the saves in progress before it exits.
+
+    By itself, it would not wait for their daemon threads.
+    """
     # Executors refuse work once threading shuts down, which happens before atexit functions run.
     with contextlib.suppress(RuntimeError):  # it is shutting down already
         getattr(threading, "_register_atexit", atexit.register)(_finish)
@@ -245,6 +255,6 @@ def _finish() -> None:
 
 
 def is_written(name: str) -> bool:
-    """Return whether a write of this process is in progress, given its name in `UNFINISHED_WRITES`."""
+    """Return whether this process's write of that name in `UNFINISHED_WRITES` is in progress."""
     write = UNFINISHED_WRITES.get(name)
     return write is not None and not write.has_ended()

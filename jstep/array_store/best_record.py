@@ -1,4 +1,4 @@
-"""The record that a `KeepBest` keeps in the manifest of its checkpoints, and the choice of the best of them."""
+"""The record that a `KeepBest` keeps in its checkpoints' manifests, and the choice of the best."""
 
 import math
 from collections.abc import Mapping
@@ -29,12 +29,12 @@ class BestRecord(NamedTuple):
         return {"metric": self.metric, "value": self.value, "mode": self.mode}
 
     def notes(self) -> dict[str, Any]:
-        """Return what belongs into the notes of the manifest, which readers may ignore: the name of the run."""
+        """Return what belongs into the notes, which readers may ignore: the name of the run."""
         return {} if self.run is None else {"run": self.run}
 
     @classmethod
     def from_json(cls, loaded: Mapping[str, Any]) -> "BestRecord | None":
-        """Return the record in the entries of a manifest; None if the checkpoint is not of a `KeepBest`.
+        """Return the record in a manifest's entries; None if the checkpoint is not of a `KeepBest`.
 
         Raises:
             ValueError: It is not what `to_json` returns.
@@ -56,8 +56,8 @@ class BestRecord(NamedTuple):
 def best_step(records: Mapping[int, BestRecord | None]) -> int | None:
     """Return the step of the best checkpoint.
 
-    Those with the metric and mode of the newest compete: others were kept for something else. On a tie, the earlier one
-    is the best, as a `KeepBest` keeps it.
+    Those with the metric and mode of the newest compete: others were kept for something else. On a
+    tie, the earlier one is the best, as a `KeepBest` keeps it.
 
     Args:
         records: Step → record of each checkpoint, None for those that no `KeepBest` saved.

@@ -1,10 +1,11 @@
 """Chunks of a database in a directory, read from its files into the memory of an array.
 
-tensorstore's wheels compute CRC-32C by a table, and copy each chunk twice. Here, `array_index` finds the chunks, a
-system call reads each chunk into its place in the array, and the processor computes the checksum.
+tensorstore's wheels compute CRC-32C by a table, and copy each chunk twice. Here, `array_index`
+finds the chunks, a system call reads each chunk into its place in the array, and the processor
+computes the checksum.
 
-This module explains no errors: anything that is not exactly as jstep writes it is left to tensorstore, which either
-reads it or reports what is wrong.
+This module explains no errors: anything that is not exactly as jstep writes it is left to
+tensorstore, which either reads it or reports what is wrong.
 """
 
 import contextlib
@@ -25,7 +26,8 @@ from jstep.stores.files import open_regular
 
 _THREADS = min(4, os.cpu_count() or 1)
 _READ_BYTES = 2**20
-"""The bytes to read before their checksum is computed, while they are in the cache of the processor."""
+"""The bytes to read before their checksum is computed, while they are in the cache of the
+processor."""
 _CRC_BYTES = 4
 
 
@@ -34,7 +36,8 @@ class _Piece(NamedTuple):
 
     Attributes:
         place: Where its bytes are, or these bytes.
-        shape: The shape of a stored chunk, of which the last along an axis may be beyond the end of the array.
+        shape: The shape of a stored chunk, of which the last along an axis may be beyond the end of
+            the array.
         indices: The indices in the chunk of the part to keep.
         values: The memory of that part.
     """
@@ -56,7 +59,9 @@ class ChunkFiles:
     def __init__(self, directory: str, places: Mapping[str, Extent | bytes]) -> None:
         self._directory = directory
         self._extend = _fast_extend()
-        is_supported = sys.byteorder == "little" and hasattr(os, "preadv") and self._extend is not None
+        is_supported = (
+            sys.byteorder == "little" and hasattr(os, "preadv") and self._extend is not None
+        )
         self._places = places if is_supported else {}
         self._closing = contextlib.ExitStack()
         self._handles: dict[str, int] = {}
@@ -76,7 +81,12 @@ class ChunkFiles:
         return bool(self._places)
 
     def begin(
-        self, key: str, shape: Sequence[int], chunk: Sequence[int], box: ShardBounds, values: np.ndarray[Any, Any]
+        self,
+        key: str,
+        shape: Sequence[int],
+        chunk: Sequence[int],
+        box: ShardBounds,
+        values: np.ndarray[Any, Any],
     ) -> "Future[bool] | None":
         """Begin to read a box of an array into `values`; None if its chunks are not here.
 
@@ -84,7 +94,8 @@ class ChunkFiles:
             key: The path of the array in the database.
 
         Returns:
-            A future: whether all of it was read, and all checksums match. If not, the values are undefined.
+            A future: whether all of it was read, and all checksums match. If not, the values are
+            undefined.
         """
         # Bytes that are read into bools must be 0 or 1, which tensorstore checks.
         if not self._places or values.dtype == np.bool_:
@@ -106,8 +117,9 @@ class ChunkFiles:
     def _read_piece(self, piece: _Piece) -> bool:
         kept = piece.values
         nbytes = math.prod(piece.shape) * kept.dtype.itemsize
-        # The part that is kept is often the beginning of the chunk, and is then read into its final place. In the chunk
-        # it is followed by rows beyond the end of the array, if there are any, and by the checksum.
+        # The part that is kept is often the beginning of the chunk, and is then read into its final
+        # place. In the chunk it is followed by rows beyond the end of the array, if there are any,
+        # and by the checksum.
         is_beginning = kept.flags.c_contiguous and kept.shape[1:] == tuple(piece.shape[1:])
         if is_beginning and all(part.start == 0 for part in piece.indices):
             return self._read_chunk(piece.place, _as_bytes(kept), nbytes)
@@ -117,8 +129,13 @@ class ChunkFiles:
         kept[...] = whole[piece.indices]
         return True
 
-    def _read_chunk(self, place: Extent | bytes, beginning: np.ndarray[Any, Any], nbytes: int) -> bool:
-        """Read a chunk of `nbytes` bytes, of which the beginning is kept, and return whether its checksum matches."""
+    def _read_chunk(
+        self, place: Extent | bytes, beginning: np.ndarray[Any, Any], nbytes: int
+    ) -> bool:
+        """Read a chunk of `nbytes` bytes, and return whether its checksum matches.
+
+        The beginning of the chunk is kept.
+        """
         assert self._extend is not None
         stored_bytes = len(place) if isinstance(place, bytes) else place.length
         if stored_bytes != nbytes + _CRC_BYTES:
@@ -152,9 +169,10 @@ class ChunkFiles:
 
 
 def _fast_extend() -> Callable[[int, Any], int] | None:
-    """Return the function that extends a CRC-32C; None if it is in Python, which is slower than tensorstore.
+    """Return the function that extends a CRC-32C; None if it is in Python, slower than tensorstore.
 
-    The package is a dependency, but an installation without dependencies can still read, by tensorstore.
+    The package is a dependency, but an installation without dependencies can still read, by
+    tensorstore.
     """
     try:
         import google_crc32c
@@ -173,7 +191,10 @@ def _pieces(
     places: Mapping[str, Extent | bytes],
 ) -> Iterator[_Piece | None]:
     """Yield the pieces of a box, or None for a chunk whose place is not known."""
-    numbers = [range(start // step, -(-stop // step)) for (start, stop), step in zip(box, chunk, strict=True)]
+    numbers = [
+        range(start // step, -(-stop // step))
+        for (start, stop), step in zip(box, chunk, strict=True)
+    ]
     for number in itertools.product(*numbers):
         place = places.get("/".join([f"{key}c", *map(str, number)]))
         if place is None:

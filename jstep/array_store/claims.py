@@ -1,4 +1,4 @@
-"""Claims: the lock that allows only one writer of a prefix, in a directory or in an object store."""
+"""Claims: the lock that allows only one writer of a prefix, in a directory or an object store."""
 
 import contextlib
 import errno
@@ -26,7 +26,8 @@ def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> Checkpoint
     """Return the error that another writer has the claim.
 
     Args:
-        owner: What the claim says of its writer, such as its host and PID; see `owners.this_process`.
+        owner: What the claim says of its writer, such as its host and PID; see
+            `owners.this_process`.
     """
     who = truncate(f"process {_escaped(owner, 'pid')} on {_escaped(owner, 'host')}", 200)
     way_out = "wait for that process or end it"
@@ -34,23 +35,28 @@ def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> Checkpoint
         who += ", which is this one"
         way_out = "close the other Saver first"
     return CheckpointError(
-        f"{prefix}-* in {directory} is being written by {who}: one writer at a time, or one run would destroy the "
-        f"other's checkpoints. Give this run its own directory or prefix, or {way_out}."
+        f"{prefix}-* in {directory} is being written by {who}: one writer at a time, or one run "
+        "would destroy the other's checkpoints. Give this run its own directory or "
+        f"prefix, or {way_out}."
     )
 
 
 def _escaped(owner: Mapping[str, Any], name: str) -> str:
-    """Return a field of an owner without line breaks and control characters: anybody may have written the file."""
+    """Return a field of an owner without line breaks and control characters.
+
+    Anybody may have written the file.
+    """
     return repr(str(owner.get(name, "unknown")))[1:-1]
 
 
-# Write lock of a prefix in a directory: a locked file next to the checkpoints, for one writer at a time.
+# Write lock of a prefix in a directory: a locked file next to the checkpoints, for one writer.
 #
-# The lock belongs to the operating system, so it ends with the process however that ends, also on network file systems
-# (NFS passes it to its server). A child process does not inherit it. The file names its owner.
+# The lock belongs to the operating system, so it ends with the process however that ends, also on
+# network file systems (NFS passes it to its server). A child process does not inherit it. The file
+# names its owner.
 #
-# On file systems without locks, the content of the file decides: a process on this host is looked up; one on another
-# host counts as dead when it has not written for an hour.
+# On file systems without locks, the content of the file decides: a process on this host is looked
+# up; one on another host counts as dead when it has not written for an hour.
 
 _FILE_SILENT_SECS = 3600.0
 """Seconds after which a writer on another host counts as dead, on file systems without locks."""
@@ -62,7 +68,7 @@ _file_claims: "weakref.WeakSet[FileClaim]" = weakref.WeakSet()
 
 
 class FileClaim:
-    """The exclusive right to write a prefix in a directory, until `release` or the end of the process."""
+    """The exclusive right to write a prefix in a directory, until `release` or the process ends."""
 
     def __init__(self, directory: str, prefix: str) -> None:
         self.path = os.path.join(directory, f".{prefix}.jstep-writer")
@@ -73,7 +79,8 @@ class FileClaim:
     def is_held(self) -> bool:
         """Return whether the claim holds: not if the directory was removed, nor in a fork.
 
-        This also touches the file: on a file system without locks, its time shows that the writer lives.
+        This also touches the file: on a file system without locks, its time shows that the writer
+        lives.
         """
         if not self.finalizer.alive or not _same_file(self.file.fileno(), self.path):
             return False
@@ -103,7 +110,9 @@ def claim_file(path: str) -> FileClaim:
     try:
         return FileClaim(directory, name)
     except CheckpointError as error:
-        raise ValueError(f"path={path!r}: another run is writing this file; give each run its own") from error
+        raise ValueError(
+            f"path={path!r}: another run is writing this file; give each run its own"
+        ) from error
 
 
 def _locked(path: str, directory: str, prefix: str) -> io.FileIO:
@@ -113,9 +122,10 @@ def _locked(path: str, directory: str, prefix: str) -> io.FileIO:
             handle = file.fileno()
             if not _lock(handle):
                 raise refusal(directory, prefix, owner_in(_content(handle)))
-            # The previous owner may have removed the file after we opened it and before we locked it.
+            # The previous owner may have removed the file between our opening and locking it.
             if _same_file(handle, path):
-                with contextlib.suppress(OSError):  # a full disk: the lock counts, not the content of the file
+                with contextlib.suppress(OSError):
+                    # On a full disk this fails: the lock counts, not the content of the file.
                     os.ftruncate(handle, 0)
                     os.lseek(handle, 0, os.SEEK_SET)
                     os.write(handle, json.dumps(this_process()).encode())
@@ -124,7 +134,7 @@ def _locked(path: str, directory: str, prefix: str) -> io.FileIO:
 
 
 def _lock(handle: int) -> bool:
-    """Lock a file; return False if another process has it, or without locks, if its owner may be alive."""
+    """Lock a file; False if another process has it, or without locks, if its owner may be alive."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -155,7 +165,8 @@ def _content(handle: int) -> bytes:
 
 def _unlock(path: str, file: io.FileIO, pid: int) -> None:
     with contextlib.suppress(OSError):
-        if pid == os.getpid() and _same_file(file.fileno(), path):  # a fork has a copy of the handle, but no claim
+        if pid == os.getpid() and _same_file(file.fileno(), path):
+            # A fork has a copy of the handle, but no claim.
             os.unlink(path)
     with contextlib.suppress(OSError):
         file.close()
@@ -170,11 +181,12 @@ def _release_in_fork() -> None:
 os.register_at_fork(after_in_child=_release_in_fork)
 
 
-# Write lock of a prefix in an object store, which has no locks: an object that names its writer, who renews it.
+# Write lock of a prefix in an object store, which has no locks: an object that names its writer,
+# who renews it.
 #
-# A process on this host is looked up. One on another host counts as dead if its claim is not renewed while a new writer
-# watches, so that no clocks are compared. If it is alive after all, it finds its claim taken before it commits
-# anything, and gives up.
+# A process on this host is looked up. One on another host counts as dead if its claim is not
+# renewed while a new writer watches, so that no clocks are compared. If it is alive after all, it
+# finds its claim taken before it commits anything, and gives up.
 
 RENEWAL_SECS = 10.0
 """Seconds between renewals."""
@@ -200,7 +212,8 @@ class ObjectClaim:
         # Held while the object is checked, renewed or deleted.
         self._lock = threading.Lock()
         self._beats = 0
-        # The stamp of the version of the object that this claim has written last, or found to be its own.
+        # The stamp of the version of the object that this claim has written last, or found to be
+        # its own.
         self._stamp = self._take()
         _object_claims[self.id] = self
         self._pid = os.getpid()
@@ -234,12 +247,19 @@ class ObjectClaim:
                 # Another writer was faster: its claim is judged like that of any owner.
             elif deadline is None:
                 logger.info(
-                    "%s: process %s on %s wrote %s-* last; waiting for %g s to see whether it is still alive",
-                    *(self._objects.url, owner.get("pid"), owner.get("host"), self._prefix, OBJECT_SILENT_SECS),
+                    "%s: process %s on %s wrote %s-* last; waiting for %g s to see "
+                    "whether it is still alive",
+                    self._objects.url,
+                    owner.get("pid"),
+                    owner.get("host"),
+                    self._prefix,
+                    OBJECT_SILENT_SECS,
                 )
                 deadline = time.monotonic() + OBJECT_SILENT_SECS
             else:
-                self._ended.wait(min(OBJECT_SILENT_SECS / 10, max(0.01, deadline - time.monotonic())))
+                self._ended.wait(
+                    min(OBJECT_SILENT_SECS / 10, max(0.01, deadline - time.monotonic()))
+                )
             current = self._objects.read(key)
 
     def _as_json(self) -> bytes:
@@ -250,7 +270,7 @@ class ObjectClaim:
         return not self._lost and not self._ended.is_set() and self._pid == os.getpid()
 
     def check(self) -> None:
-        """Raise a `CheckpointError` if another writer has taken the claim; called before every commit."""
+        """Raise a `CheckpointError` if another writer took the claim; called before each commit."""
         key = claim_key(self._prefix)
         with self._lock:
             current = self._objects.read(key)
@@ -275,7 +295,10 @@ class ObjectClaim:
                 self._stamp = stamp
 
     def release(self, wait: bool = True) -> None:
-        """Release the claim within 5 seconds, or 1 if not `wait`; if that fails, the next writer takes it over."""
+        """Release the claim within 5 seconds, or 1 if not `wait`.
+
+        If that fails, the next writer takes it over.
+        """
         seconds = 5 if wait else 1
         self._ended.set()
         _object_claims.pop(self.id, None)

@@ -1,6 +1,7 @@
 """A store of checkpoints in a local directory, or one on a file system that all processes share.
 
-A checkpoint is written under a temporary name, its manifest last, and then renamed. Deletion renames it first.
+A checkpoint is written under a temporary name, its manifest last, and then renamed. Deletion
+renames it first.
 """
 
 import contextlib
@@ -25,10 +26,10 @@ _MAX_LISTINGS = 10
 class DirectoryStore(Store):
     def __init__(self, directory: str, prefix: str | None) -> None:
         super().__init__(directory, prefix)
-        # Whether what interrupted saves left behind has been removed, and no save was interrupted since.
+        # Whether what interrupted saves left behind was removed, and none was interrupted since.
         self._is_clean = False
-        # The directory of an attempt of several processes that is not published: not yet, or never, as it has failed.
-        # Some of them may write into it until each has called `wait`.
+        # The directory of an attempt of several processes that is not published: not yet, or never,
+        # as it has failed. Some of them may write into it until each has called `wait`.
         self._unpublished: str | None = None
         # The result of `list_once`, by prefix; None if each call lists the directory itself.
         self._listed: dict[str, list[listing.PossibleCheckpoint]] | None = None
@@ -51,7 +52,7 @@ class DirectoryStore(Store):
                 self.list_once()
 
     def _newest_first_of_list(self, prefix: str | None) -> Generator[tuple[int, str], None, bool]:
-        """List once, and yield as `newest_first` does; return whether it was outdated before it had any."""
+        """List once, yield like `newest_first`; return whether it was outdated before the first."""
         yielded: set[int] = set()
         for step, _, entry in self._possible_checkpoints(prefix):
             if step in yielded:
@@ -75,7 +76,10 @@ class DirectoryStore(Store):
         return listing.find_complete(self.path(listing.format_name(prefix, step)))
 
     def find_broken(self, prefix: str, newer_than: int) -> list[tuple[str, str]]:
-        """See `Store.find_broken`. A directory has its name only while it is complete: no crash leaves a broken one."""
+        """See `Store.find_broken`.
+
+        A directory has its name only while it is complete: no crash leaves a broken one.
+        """
         problems = []
         for step, is_final, entry in self._possible_checkpoints(prefix):
             path = self.path(entry)
@@ -116,17 +120,26 @@ class DirectoryStore(Store):
             self._is_clean = True
 
     def _check_not_moved(self) -> None:
-        """Raise an error if the directory was renamed: the run would make it again, and continue in two places."""
+        """Raise an error if the directory was renamed.
+
+        The run would make it again, and continue in two places.
+        """
         claim = self._claim  # once: a `close` that does not wait for the writer's thread drops it
         if isinstance(claim, FileClaim) and claim.is_moved():
-            raise CheckpointError(f"{self.directory} was renamed while it is written; start again with its new path")
+            raise CheckpointError(
+                f"{self.directory} was renamed while it is written; start again with its new path"
+            )
 
     def lock(self) -> FileClaim:
         self._is_clean = False
         return FileClaim(self.directory, self._prefix)
 
-    def begin(self, path: str, attempt_id: int, saved_at: float, *, process: int, count: int) -> attempts.Attempt:
-        """Make a temporary directory. `save` writes into it, and each step is on the disk before the next one begins.
+    def begin(
+        self, path: str, attempt_id: int, saved_at: float, *, process: int, count: int
+    ) -> attempts.Attempt:
+        """Make a temporary directory.
+
+        `save` writes into it, and each step is on the disk before the next one begins.
 
         1. Arrays and files, and what Orbax needs.
         2. The flushes of `Saver.flushing`.
@@ -134,10 +147,11 @@ class DirectoryStore(Store):
         4. The renamed directory. Only then are superseded checkpoints removed (`retention`).
         """
         self.erase_secs = 0.0
-        # If Ctrl-C interrupts this, nobody calls `abandon`, and the next save removes the leftovers.
+        # If Ctrl-C interrupts this, nobody calls `abandon`; the next save removes the leftovers.
         self._is_clean = False
         if self._unpublished is not None and process == 0:
-            remove(self._unpublished)  # all processes have called `wait` before this save: none writes into it any more
+            # All processes have called `wait` before this save: none writes into it any more.
+            remove(self._unpublished)
         temporary = path + listing.TEMPORARY
         if count > 1:
             temporary += f"-{attempt_id}"
@@ -154,7 +168,8 @@ class DirectoryStore(Store):
 
     def publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
         """Add the manifest, rename the directory, and return the older checkpoint, to be erased."""
-        self._check_not_moved()  # if the directory was renamed, tensorstore has created it again under its old name
+        # If the directory was renamed, tensorstore has created it again under its old name.
+        self._check_not_moved()
         data = encode(manifest)
         with new_file(os.path.join(temporary, MANIFEST_FILE)) as file:
             file.write(data)
@@ -176,12 +191,16 @@ class DirectoryStore(Store):
         return [replaced]
 
     def abandon(self, path: str) -> None:
-        """Remove a failed attempt; one of several processes stays until the next save, as they read why it failed."""
+        """Remove a failed attempt.
+
+        One of several processes stays until the next save, as they read why it failed.
+        """
         self._is_clean = False
         temporary = path + listing.TEMPORARY
         if isinstance(self._claim, FileClaim) and self._claim.is_moved():
             with contextlib.suppress(OSError):
-                # If tensorstore has made the directory again, nothing else is in it. Otherwise it is somebody else's.
+                # If tensorstore has made the directory again, nothing else is in it. Otherwise it
+                # is somebody else's.
                 if os.listdir(self.directory) == [os.path.basename(temporary)]:
                     remove(temporary)
                     os.rmdir(self.directory)
@@ -210,7 +229,7 @@ class DirectoryStore(Store):
         self.erase_secs += time.monotonic() - began
 
     def _remove_leftovers(self) -> None:
-        """Remove leftovers of interrupted saves and deletions; only the owner of the claim may do so."""
+        """Remove leftovers of interrupted saves and deletions; only the claim's owner may do so."""
         for name, _, suffix in listing.checkpoint_entries(self.directory, self._prefix):
             if not suffix:
                 continue  # a checkpoint, complete or not
@@ -240,8 +259,8 @@ class DirectoryAttempt(attempts.Attempt):
         return self._store.publish(self._temporary, self.path, manifest)
 
     def is_published(self, report_key: str) -> bool:
-        # The rename takes `parts/` along. The names of the files there have the name of this attempt, so that an older
-        # checkpoint of the step does not have this one.
+        # The rename takes `parts/` along. The names of the files there have the name of this
+        # attempt, so that an older checkpoint of the step does not have this one.
         return os.path.exists(os.path.join(self.path, report_key))
 
 

@@ -1,8 +1,9 @@
-"""Copies of arrays in the host's memory, made so that a step on CPUs may reuse their memory during a save.
+"""Copies of arrays in the host's memory, so that a step on CPUs may reuse theirs during a save.
 
-On CPUs, the writer could read the arrays of the state where they are. But XLA cannot reuse the memory of an array to
-which something else refers, so that the next step would take memory for a second state, whose pages the kernel clears
-one by one: 400 ms for 256 MB on a machine on which a copy takes 25 ms, if its memory is kept between saves.
+On CPUs, the writer could read the arrays of the state where they are. But XLA cannot reuse the
+memory of an array to which something else refers, so that the next step would take memory for a
+second state, whose pages the kernel clears one by one: 400 ms for 256 MB on a machine on which a
+copy takes 25 ms, if its memory is kept between saves.
 """
 
 import threading
@@ -14,7 +15,8 @@ import numpy as np
 from jstep.core.threads import map_in_tasks
 
 _MIN_BYTES = 2**16
-"""The minimum bytes of an array that is copied. The memory of a smaller one comes from what the process has already."""
+"""The minimum bytes of an array that is copied. The memory of a smaller one comes from what the
+process has already."""
 _ALIGNMENT = 64
 """The alignment of each copy in bytes, that of the processor's caches."""
 
@@ -22,18 +24,22 @@ _ALIGNMENT = 64
 class HostBlock:
     """A block of the host's memory, which is kept from one save to the next.
 
-    The Savers of a process share it (see `shared_block`), so that it is not there twice. While one writes from it,
-    another one gets new memory. It exists until the last Saver that has saved is closed or collected.
+    The Savers of a process share it (see `shared_block`), so that it is not there twice. While one
+    writes from it, another one gets new memory. It exists until the last Saver that has saved is
+    closed or collected.
     """
 
     def __init__(self) -> None:
-        # A save owns the memory from `borrow` to `give_back`, and `_memory` is None meanwhile. A save that fails gives
-        # nothing back, because its writer may still read.
+        # A save owns the memory from `borrow` to `give_back`, and `_memory` is None meanwhile. A
+        # save that fails gives nothing back, because its writer may still read.
         self._memory: np.ndarray | None = None
         self._lock = threading.Lock()
 
     def borrow(self, nbytes: int) -> np.ndarray:
-        """Return the memory, or new one if another save has it, or if it is too small or more than twice as large."""
+        """Return the memory, or new memory if it cannot be used.
+
+        It cannot if another save has it, or if it is too small or more than twice as large.
+        """
         with self._lock:
             memory = self._memory
             self._memory = None

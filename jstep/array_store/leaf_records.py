@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.array_store.array_index import MAX_PATH_BYTES
-from jstep.array_store.manifest import CheckpointError, Leaf, LeafRecord, LeftOutLeaf, array_path, is_too_large
+from jstep.array_store.manifest import (
+    CheckpointError,
+    Leaf,
+    LeafRecord,
+    LeftOutLeaf,
+    array_path,
+    is_too_large,
+)
 from jstep.core import device_values, selection, trees
 from jstep.core.checks import describe_type
 from jstep.slots import compact_numbers
@@ -20,9 +27,10 @@ from jstep.state.leaves import StateLeaves
 COUNT_DTYPES = {"int32", "int64"}
 """The dtypes of counts."""
 _CARRIERS = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "uint8"}
-"""A type that tensorstore lacks → the type that it is stored as: integers with their values, floats with their bits.
+"""A type that tensorstore lacks → the type that it is stored as.
 
-`manifest` accepts these pairs, and others that a later version may need.
+Integers are stored with their values, floats with their bits. `manifest` accepts these pairs, and
+others that a later version may need.
 """
 
 
@@ -45,16 +53,21 @@ class SavedState(NamedTuple):
         saved = cls([], {}, [])
         excluded = found.left_out(leave_out)
         halves = found.halves
-        values = [_as_saved(value, path) for value, path in zip(found.values, found.paths, strict=True)]
+        values = [
+            _as_saved(value, path) for value, path in zip(found.values, found.paths, strict=True)
+        ]
         # An array without elements is not stored, and has no name.
-        names = [name if value.size else None for name, value in zip(array_names(found), values, strict=True)]
+        names = [
+            name if value.size else None
+            for name, value in zip(array_names(found), values, strict=True)
+        ]
         for i, value in enumerate(values):
             stored = value
             key_impl = None
             if not value.size and is_too_large(value.shape):
                 raise ValueError(
-                    f"state: {found.paths[i]!r} has the shape {value.shape}, which is too large for a checkpoint even "
-                    "without elements; remove it from the state"
+                    f"state: {found.paths[i]!r} has the shape {value.shape}, which is too large "
+                    "for a checkpoint even without elements; remove it from the state"
                 )
             if trees.is_key(value):
                 stored = jax.random.key_data(value)
@@ -89,19 +102,21 @@ def array_names(leaves: StateLeaves) -> list[str]:
         ValueError: A name is too long, or two leaves would be stored as one array.
     """
     # Orbax joins keys with dots.
-    names = unique(quote(path, safe="/", errors="surrogatepass").replace(".", "%2E") for path in leaves.paths)
+    names = unique(
+        quote(path, safe="/", errors="surrogatepass").replace(".", "%2E") for path in leaves.paths
+    )
     paths_by_array: dict[str, str] = {}
     for name, path in zip(names, leaves.paths, strict=True):
         array = array_path(name)
         if len(array) > MAX_PATH_BYTES:
             raise ValueError(
-                f"state: the path {path[:50]!r}… has {len(array)} bytes in a checkpoint: must be at most "
-                f"{MAX_PATH_BYTES}; shorten the keys"
+                f"state: the path {path[:50]!r}… has {len(array)} bytes in a checkpoint: must be "
+                f"at most {MAX_PATH_BYTES}; shorten the keys"
             )
         if array in paths_by_array:
             raise ValueError(
-                f"state: {paths_by_array[array]!r} and {path!r} differ only in a slash at the end, and would be stored "
-                "as one array; rename one of them"
+                f"state: {paths_by_array[array]!r} and {path!r} differ only in a slash at the end, "
+                "and would be stored as one array; rename one of them"
             )
         paths_by_array[array] = path
     return names
@@ -115,11 +130,16 @@ _Record = TypeVar("_Record", Leaf, LeftOutLeaf)
 def check_saveable(leaf: object, what: str) -> None:
     """Raise an error if a leaf is traced, masked or deleted."""
     if trees.is_traced(leaf):
-        raise TypeError(f"{what} is traced; save outside of jit, with what a compiled step returned")
+        raise TypeError(
+            f"{what} is traced; save outside of jit, with what a compiled step returned"
+        )
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(f"{what} is a masked array, and masks are not saved; pass leaf.filled(…)")
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        raise ValueError(f"{what} was donated to a step and deleted; save what the step returned, before passing it on")
+        raise ValueError(
+            f"{what} was donated to a step and deleted; save what the step returned, "
+            "before passing it on"
+        )
 
 
 def _as_saved(leaf: object, path: str) -> Any:
@@ -127,8 +147,9 @@ def _as_saved(leaf: object, path: str) -> Any:
     if isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and not leaf.is_deleted():
         if jax.process_count() > 1 and leaf.is_fully_addressable:
             raise ValueError(
-                f"state: {path!r} is on only one of {jax.process_count()} processes; a state that all processes save "
-                "must be sharded over all of them, for example by jstep.shard_state(state, mesh, param_specs)"
+                f"state: {path!r} is on only one of {jax.process_count()} processes; a state that "
+                "all processes save must be sharded over all of them, for example by "
+                "jstep.shard_state(state, mesh, param_specs)"
             )
         return leaf
     check_saveable(leaf, f"state: {path!r}")
@@ -137,17 +158,18 @@ def _as_saved(leaf: object, path: str) -> Any:
     what = type(leaf).__name__
     if isinstance(leaf, np.ndarray | np.generic):
         if leaf.dtype.kind in "biufcV" and leaf.dtype.names is None:
-            # A copy, because the caller may modify the array while it is being saved, in native byte order.
+            # A copy, because the caller may modify the array while it is being saved, in native
+            # byte order.
             return np.array(leaf, leaf.dtype.newbyteorder("="))
         what = describe_type(leaf)
     raise TypeError(
-        f"state: {path!r} is {what}, which is not an array of numbers, a key or a number, and cannot be saved; "
-        "pass it as extra, or remove it from the state"
+        f"state: {path!r} is {what}, which is not an array of numbers, a key or a number, and "
+        "cannot be saved; pass it as extra, or remove it from the state"
     )
 
 
 def other_half(record: Leaf, leaves_by_array: Mapping[Any, Leaf]) -> Leaf | None:
-    """Return the leaf that is stored with the other half of a record's numbers; None if the record has them all."""
+    """Return the leaf with the other half of a record's numbers; None if the record has all."""
     return None if record.half is None else leaves_by_array.get(record.half)
 
 
@@ -163,13 +185,14 @@ def leaf_value(record: Leaf, half: Leaf | None, arrays: Mapping[str, Any]) -> An
 
 
 def _carried(record: Leaf, array: Any, dtype: str) -> Any:
-    """Convert a leaf to the dtype that carries it, or back: floats by their bits, integers by their values."""
+    """Convert a leaf to the dtype that carries it, or back: floats by bits, integers by values."""
     if jnp.issubdtype(jnp.dtype(record.dtype), jnp.integer):
         return array.astype(dtype)
     if isinstance(array, np.ndarray):
         return array.view(dtype)
     if dtype == record.dtype:
-        # A byte carries one number of four bits, and JAX would make two of it: so it becomes an integer of four bits.
+        # A byte carries one number of four bits, and JAX would make two of it: so it becomes an
+        # integer of four bits.
         bits = jnp.finfo(dtype).bits  # type: ignore[no-untyped-call]
         array = array.astype(f"uint{bits}")
     return jax.lax.bitcast_convert_type(array, jnp.dtype(dtype))
@@ -187,7 +210,9 @@ def zero_leaf(record: Leaf) -> np.ndarray[Any, Any]:
         shape, dtype = shape_and_dtype(record)
         return np.zeros(shape, jnp.dtype(dtype))
     except (TypeError, ValueError, MemoryError) as error:  # a malicious manifest
-        raise CheckpointError(f"the manifest is not what jstep writes: {record.path!r:.50}: {error!s:.100}") from None
+        raise CheckpointError(
+            f"the manifest is not what jstep writes: {record.path!r:.50}: {error!s:.100}"
+        ) from None
 
 
 def named_records(saved: Sequence[_Record]) -> dict[str, _Record]:
@@ -215,7 +240,9 @@ def unique(paths: Iterable[str]) -> list[str]:
 # Fingerprints of leaves that `Saver(leave_out=…)` does not save.
 
 
-def start_leaf_fingerprints(named: Sequence[tuple[LeafRecord, Any]]) -> Callable[[], tuple[LeftOutLeaf, ...]]:
+def start_leaf_fingerprints(
+    named: Sequence[tuple[LeafRecord, Any]],
+) -> Callable[[], tuple[LeftOutLeaf, ...]]:
     """Start computing fingerprints on the leaves' devices; the returned function waits."""
     begun: Sequence[Any] = []
     if named:

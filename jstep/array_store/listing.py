@@ -1,4 +1,4 @@
-"""Listing of the checkpoints in a directory: their names, and which of them are complete; does not load JAX."""
+"""Listing of a directory's checkpoints: names, and which are complete. It does not load JAX."""
 
 import logging
 import os
@@ -6,7 +6,13 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from jstep.array_store.manifest import MANIFEST_FILE, CheckpointError, CorruptedCheckpointError, Manifest, decode
+from jstep.array_store.manifest import (
+    MANIFEST_FILE,
+    CheckpointError,
+    CorruptedCheckpointError,
+    Manifest,
+    decode,
+)
 from jstep.core.logs import log_once
 from jstep.core.tables import printable
 from jstep.stores.files import is_absent, may_be_file, read_small
@@ -16,7 +22,8 @@ from jstep.stores.untrusted import MAX_MANIFEST_BYTES, step_in
 #
 #     model-7/manifest.json                         the checkpoint exists when this does
 #     model-7/data.1795172888-1f0e2d3c/             the objects of one attempt to save it
-#     ~attempts/model-7/data.1795172888-1f0e2d3c    the index: a small object, from the beginning of this attempt on
+#     ~attempts/model-7/data.1795172888-1f0e2d3c    the index: a small object, from the beginning
+#                                                   of this attempt on
 #     ~claims/model                                 the writer of model-*
 #     ~jstep.2                                      the mark: a list without it is incomplete
 
@@ -53,14 +60,15 @@ _SUFFIX = re.compile("|".join(map(re.escape, SUFFIXES)))
 ORBAX_COMMIT_FILE = "commit_success.txt"
 """The file by which Orbax knows that a checkpoint in a bucket is complete."""
 ORBAX_ONLY = frozenset({"_METADATA", "_CHECKPOINT_METADATA", ORBAX_COMMIT_FILE})
-"""Files in which Orbax describes a checkpoint. The manifest does that here, so a checkpoint is intact without them."""
+"""Files in which Orbax describes a checkpoint. The manifest does that here, so a checkpoint is
+intact without them."""
 ROOT = "manifest.ocdbt"
 """The root of the database of arrays."""
 ORBAX_FILES = ORBAX_ONLY | {ROOT}
 _STEP = "0|[1-9][0-9]*"
 FOUND_NAME = re.compile(rf"(?P<prefix>.+)-(?P<step>{_STEP})(?:{re.escape(REPLACED)})?", re.DOTALL)
-"""The name of a complete checkpoint that a reader may find. With the suffix it is the old one of its step: a kill came
-between the two renames by which a new one takes its place."""
+"""The name of a complete checkpoint that a reader may find. With the suffix it is the old one of
+its step: a kill came between the two renames by which a new one takes its place."""
 
 
 def directory_spec(path: str) -> dict[str, Any]:
@@ -74,7 +82,8 @@ def format_name(prefix: str, step: int) -> str:
 
 def misnaming_text(prefix: str, step: int, found: int) -> str:
     return (
-        f"its name says step {step}, and it holds step {found}: it was copied or renamed; rename it to {prefix}-{found}"
+        f"its name says step {step}, and it holds step {found}: it was copied or renamed; rename "
+        f"it to {prefix}-{found}"
     )
 
 
@@ -82,7 +91,8 @@ class PossibleCheckpoint(NamedTuple):
     """An entry of a directory that may be a complete checkpoint. They are sorted by these fields.
 
     Attributes:
-        is_final: Whether it has the name of a checkpoint; otherwise it is the old one of its step, with `REPLACED`.
+        is_final: Whether it has the name of a checkpoint; otherwise it is the old one of its step,
+            with `REPLACED`.
     """
 
     step: int
@@ -98,7 +108,9 @@ def possible_checkpoints(directory: str, prefix: str | None) -> list[PossibleChe
     found: list[PossibleCheckpoint] = []
     for entry in checkpoint_entries(directory, prefix):
         if entry.suffix in ("", REPLACED):
-            found.append(PossibleCheckpoint(entry.step, not entry.suffix, entry.name + entry.suffix))
+            found.append(
+                PossibleCheckpoint(entry.step, not entry.suffix, entry.name + entry.suffix)
+            )
     return sorted(found, reverse=True)
 
 
@@ -112,7 +124,7 @@ def possible_by_prefix(directory: str) -> dict[str, list[PossibleCheckpoint]]:
 
 
 class CheckpointEntry(NamedTuple):
-    """An entry of a directory that belongs to a checkpoint: the name of the checkpoint, and what follows it."""
+    """A directory's entry that belongs to a checkpoint: the checkpoint's name, and what follows."""
 
     name: str
     step: int
@@ -135,7 +147,7 @@ def checkpoint_entries(directory: str, prefix: str | None) -> list[CheckpointEnt
 
 
 def has_suffix(name: str) -> bool:
-    """Return whether a name only reads like that of a checkpoint, as `model-3.orbax-checkpoint-tmp-7` does."""
+    """Return whether a name only reads like a checkpoint's: `model-3.orbax-checkpoint-tmp-7`."""
     return _SUFFIX.search(name) is not None
 
 
@@ -156,8 +168,9 @@ def find_complete(final: str) -> str | None:
 
 def find_complete_or_missing(final: str) -> tuple[str | None, str | None]:
     """Return the path of a complete checkpoint, or None and its first missing file."""
-    # Saving a step again renames its old checkpoint, gives the new one its name, and deletes the old one. If all this
-    # happens between the first two looks, both find nothing, and the third one finds the new checkpoint.
+    # Saving a step again renames its old checkpoint, gives the new one its name, and deletes the
+    # old one. If all this happens between the first two looks, both find nothing, and the third one
+    # finds the new checkpoint.
     lacks: str | None = MANIFEST_FILE
     for path in (final, final + REPLACED, final):
         lacks = first_missing_file(path)
@@ -171,11 +184,12 @@ def first_missing_file(path: str) -> str | None:
     try:
         manifest = read_manifest(path)
     except CheckpointError:
-        # A corrupted manifest counts as present: restoring raises an error, while skipping it would silently return to
-        # an older step. Without any other file of ours, it belongs to another program.
+        # A corrupted manifest counts as present: restoring raises an error, while skipping it would
+        # silently return to an older step. Without any other file of ours, it is another program's.
         return None if has_data(path) else MANIFEST_FILE
     except OSError as error:
-        # An unreadable file (permissions) counts as present, too: it may be intact, and a restore raises the reason.
+        # An unreadable file (permissions) counts as present, too: it may be intact, and a restore
+        # raises the reason.
         return MANIFEST_FILE if is_absent(error) else None
     files = manifest.files.keys() - ORBAX_ONLY
     if manifest.data is not None:  # a copy of what was written below a URL

@@ -1,6 +1,7 @@
-"""The manifest of a checkpoint: a JSON description of its leaves and files, with a checksum of itself in its last line.
+"""The manifest of a checkpoint: a JSON description of its leaves and files.
 
-It has no other checksums: those of the arrays are in the database that holds them (`array_writer`).
+In its last line, it has a checksum of itself. It has no other checksums: those of the arrays
+are in the database that holds them (`array_writer`).
 """
 
 import dataclasses
@@ -17,7 +18,14 @@ from typing import Any, NamedTuple
 from jstep.array_store.best_record import BestRecord
 from jstep.core.checks import describe_type, format_list, format_value
 from jstep.core.tables import printable
-from jstep.stores.untrusted import MAX_MANIFEST_BYTES, decode_json, is_seconds, is_step, is_utf8, is_word
+from jstep.stores.untrusted import (
+    MAX_MANIFEST_BYTES,
+    decode_json,
+    is_seconds,
+    is_step,
+    is_utf8,
+    is_word,
+)
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 4
@@ -25,13 +33,16 @@ FORMAT = 4
 DATABASE = 1
 """The number of the format of the database of arrays."""
 TAGS_FORMAT = 1
-"""The number of the format of tagged values, which `stores/tagged_json.py` writes: positions, and states of hooks."""
+"""The number of the format of tagged values, which `stores/tagged_json.py` writes: positions, and
+states of hooks."""
 _LARGEST = 2**58
-"""A bound on the product of the axes of a shape, without those of size 0: below it, NumPy has arrays of any dtype."""
+"""A bound on the product of the axes of a shape, without those of size 0: below it, NumPy has
+arrays of any dtype."""
 _MAX_DIMENSIONS = 64
 """The maximum dimensions of an array of NumPy."""
 _DEEPEST = 100
-"""The maximum levels of nesting: Python parses JSON recursively, and the stack may be deep already."""
+"""The maximum levels of nesting: Python parses JSON recursively, and the stack may be deep
+already."""
 MANIFEST_HEAD = b'{\n "format": '
 """The beginning of each manifest, of any format."""
 _SEAL = ',\n "crc32": "'
@@ -40,7 +51,8 @@ _SEAL = ',\n "crc32": "'
 
 def jstep_version() -> str:
     """Return the version of jstep, as checkpoints record it."""
-    # Not from the metadata of the installed package: another version, or none, may be installed under this name.
+    # Not from the metadata of the installed package: another version, or none, may be installed
+    # under this name.
     return str(sys.modules["jstep"].__version__)
 
 
@@ -71,13 +83,16 @@ class CheckpointExtra(NamedTuple):
     """The `extra` of a save, or a part of it.
 
     Attributes:
-        values: JSON, which refers to the files by their names. A value of the dict may be a function that returns it,
-            and that the first process calls in the background (`known_values`).
-        files: Name → `ExternalBytes`: the files that this process writes. Names differ between processes.
-        finite: Whether the checkpoint records its parameters as finite, if the caller has checked them. In a run, those
-            that were not finite when it began count as finite.
-        permanent_every_secs: Seconds from one permanent checkpoint to the next. One that is saved earlier is temporary:
-            the next save replaces it, and no limit counts it. None if each is permanent.
+        values: JSON, which refers to the files by their names. A value of the dict may be a
+            function that returns it, and that the first process calls in the background
+            (`known_values`).
+        files: Name → `ExternalBytes`: the files that this process writes. Names differ between
+            processes.
+        finite: Whether the checkpoint records its parameters as finite, if the caller has checked
+            them. In a run, those that were not finite when it began count as finite.
+        permanent_every_secs: Seconds from one permanent checkpoint to the next. One that is saved
+            earlier is temporary: the next save replaces it, and no limit counts it. None if each is
+            permanent.
         best: The evaluation for which a `KeepBest` saves it.
     """
 
@@ -88,20 +103,24 @@ class CheckpointExtra(NamedTuple):
     best: BestRecord | None = None
 
     def is_same(self, other: "CheckpointExtra") -> bool:
-        """Return whether both have the same files and values; none of the values may be a function."""
+        """Return whether both have the same files and values; no value may be a function."""
         text = json.dumps(self.values, sort_keys=True)
         other_text = json.dumps(other.values, sort_keys=True)
         return text == other_text and self.files == other.files
 
 
 def as_checkpoint_extra(extra: object) -> CheckpointExtra:
-    """Return the `extra` that a user saves with a state as a `CheckpointExtra`; one of these is returned as it is.
+    """Return the `extra` that a user saves with a state as a `CheckpointExtra`.
+
+    A `CheckpointExtra` is returned as it is.
 
     Raises:
         TypeError: It is not JSON.
         ValueError: It is larger than a manifest that can be read.
     """
-    return extra if isinstance(extra, CheckpointExtra) else CheckpointExtra(json_copy(extra, "extra"), {})
+    if isinstance(extra, CheckpointExtra):
+        return extra
+    return CheckpointExtra(json_copy(extra, "extra"), {})
 
 
 def known_values(values: Any) -> Any:
@@ -117,27 +136,34 @@ def json_copy(value: object, name: str) -> Any:
     text = json.dumps(value)
     if len(text) > MAX_MANIFEST_BYTES:
         raise ValueError(
-            f"{name}: must be at most {MAX_MANIFEST_BYTES} bytes of JSON, which a checkpoint's manifest may have, got "
-            f"{len(text)}; put arrays into the state"
+            f"{name}: must be at most {MAX_MANIFEST_BYTES} bytes of JSON, which a checkpoint's "
+            f"manifest may have, got {len(text)}; put arrays into the state"
         )
     return json.loads(text)
 
 
 def _check_json(value: object, name: str, depth: int = 0) -> None:
     if depth > _DEEPEST:
-        raise TypeError(f"{name[:100]}…: contains itself, or is nested deeper than {_DEEPEST} levels; flatten it")
+        raise TypeError(
+            f"{name[:100]}…: contains itself, or is nested deeper than "
+            f"{_DEEPEST} levels; flatten it"
+        )
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"{name}: the key {format_value(key)} must be a string, got {describe_type(key)}")
+                raise TypeError(
+                    f"{name}: the key {format_value(key)} must be a string, got "
+                    f"{describe_type(key)}"
+                )
             _check_json(item, f"{name}[{key!r}]", depth + 1)
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
             _check_json(item, f"{name}[{i}]", depth + 1)
     elif not isinstance(value, str | int | float | None):
         raise TypeError(
-            f"{name}: {describe_type(value)} is not a JSON value. extra takes dicts with string keys, lists, strings, "
-            "numbers, booleans and None; put arrays into the state, or convert them with .tolist()"
+            f"{name}: {describe_type(value)} is not a JSON value. extra takes dicts with string "
+            "keys, lists, strings, numbers, booleans and None; put arrays into the state, or "
+            "convert them with .tolist()"
         )
 
 
@@ -158,8 +184,8 @@ class LeafRecord:
     def to_json(self) -> dict[str, Any]:
         """Return the fields, without those that have their usual value.
 
-        The usual value of `array` is the path, and that of `keys` are the parts of the path; that of all others is
-        None. So a None in `array` is written.
+        The usual value of `array` is the path, and that of `keys` are the parts of the path; that
+        of all others is None. So a None in `array` is written.
         """
         usual = {"array": self.path, "keys": tuple(self.path.split("/"))}
         fields: dict[str, Any] = {}
@@ -170,7 +196,8 @@ class LeafRecord:
 
     @staticmethod
     def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
-        path = _as_kind(data["path"], "a string")  # a key of the user's, which UTF-8 may be unable to encode
+        # A key of the user's, which UTF-8 may be unable to encode.
+        path = _as_kind(data["path"], "a string")
         keys = tuple(_as_kind(key, "a string") for key in data.get("keys", path.split("/")))
         if not keys:
             raise ValueError("a leaf without keys")
@@ -191,7 +218,8 @@ class Leaf(LeafRecord):
         array: The name of the stored array; None if the leaf has no elements.
         stored_as: The dtype on disk, if it differs.
         key_impl: Set for a PRNG key, whose raw data is stored.
-        half: The stored array with the other half of the numbers: scales or a remainder of `compact`.
+        half: The stored array with the other half of the numbers: scales or a remainder of
+            `compact`.
     """
 
     nbytes: int
@@ -208,7 +236,9 @@ class Leaf(LeafRecord):
         dtype = fields["dtype"]
         array = _as_kind_or_none(data.get("array", path), "text")
         if array is None and (0 not in shape or is_too_large(shape)):
-            raise ValueError(f"{path!r:.50} of shape {shape!s:.50} has elements, and they are not stored")
+            raise ValueError(
+                f"{path!r:.50} of shape {shape!s:.50} has elements, and they are not stored"
+            )
         nbytes = _as_kind(data["nbytes"], "a count")
         stored_as = _as_kind_or_none(data.get("stored_as"), "a word")
         if stored_as is not None and stored_as != _carrier(dtype):
@@ -229,15 +259,18 @@ def is_too_large(shape: Sequence[int]) -> bool:
 
 
 def array_path(name: str) -> str:
-    """Return the path at which an array is stored: Orbax joins keys with slashes, and the last one may be empty."""
+    """Return the path at which an array is stored.
+
+    Orbax joins keys with slashes, and the last one may be empty.
+    """
     return name if name.endswith("/") else name + "/"
 
 
 def _carrier(dtype: str) -> str | None:
-    """Return the unsigned integer that can carry a type, of the same width, but at least 8 bits; None if none can.
+    """Return the unsigned integer that can carry a type; None if none can.
 
-    Any such dtype is read; which ones are written so, `leaf_records` says. Another width would give the view of an
-    array another shape.
+    It has the same width, but at least 8 bits. Any such dtype is read; which ones are written so,
+    `leaf_records` says. Another width would give the view of an array another shape.
     """
     match = re.fullmatch(r"b?(?:float|int|uint)([0-9]{1,3})(?:_.*)?", dtype)
     return None if match is None else f"uint{max(8, int(match[1]))}"
@@ -269,7 +302,8 @@ class RetainedSteps:
     """The retention state, which is written into every manifest.
 
     Attributes:
-        kept: The steps of checkpoints that are kept for good, one every `keep_checkpoint_every_n_hours`.
+        kept: The steps of checkpoints that are kept for good, one every
+            `keep_checkpoint_every_n_hours`.
         interval_start: The first save more than that many hours after this time is kept.
         temporary: The steps of checkpoints that the next save replaces.
     """
@@ -286,15 +320,18 @@ class Manifest:
     Attributes:
         retention: Decided when the save ends.
         files: Path below the checkpoint → its bytes; empty if it was written to a bucket.
-        data: The directory with the files of a checkpoint written to a bucket; None if they are next to the manifest.
-        parts: Name of an array → the shape of the parts in which it was written, unless that is its own.
+        data: The directory with the files of a checkpoint written to a bucket; None if they are
+            next to the manifest.
+        parts: Name of an array → the shape of the parts in which it was written, unless that is its
+            own.
         left_out: Leaves that a target must provide.
         finite: As in `CheckpointExtra`; True if it was not recorded.
         temporary: Whether the next save replaces it, and no limit counts it.
-        processes: The number of processes that wrote it, each of them a database if there are several.
+        processes: The number of processes that wrote it, each of them a database if there are
+            several.
         best: As in `CheckpointExtra`.
-        averages: The slots that the optimizer declares as averages of the parameters; None if the state was made by
-            hand, or by a version that did not note them.
+        averages: The slots that the optimizer declares as averages of the parameters; None if the
+            state was made by hand, or by a version that did not note them.
     """
 
     step: int
@@ -324,7 +361,10 @@ def encode(manifest: Manifest) -> bytes:
     Raises:
         CheckpointError: It is larger than what readers accept.
     """
-    retention: dict[str, Any] = {"kept": sorted(manifest.retention.kept), "since": manifest.retention.interval_start}
+    retention: dict[str, Any] = {
+        "kept": sorted(manifest.retention.kept),
+        "since": manifest.retention.interval_start,
+    }
     if manifest.retention.temporary:
         retention["temporary"] = sorted(manifest.retention.temporary)
     fields: dict[str, Any] = {
@@ -355,7 +395,9 @@ def encode(manifest: Manifest) -> bytes:
         fields["notes"] = notes
     lines = [f' "{name}": {json.dumps(value)}' for name, value in fields.items()]
     leaves = ",\n".join([f"  {json.dumps(leaf.to_json())}" for leaf in manifest.leaves])
-    files = ",\n".join([f"  {json.dumps(path)}: {json.dumps(record)}" for path, record in manifest.files.items()])
+    files = ",\n".join(
+        [f"  {json.dumps(path)}: {json.dumps(record)}" for path, record in manifest.files.items()]
+    )
     lines += [f' "leaves": [\n{leaves}\n ]', f' "files": {{\n{files}\n }}']
     if manifest.left_out:
         left_out = ",\n".join([f"  {json.dumps(leaf.to_json())}" for leaf in manifest.left_out])
@@ -363,15 +405,17 @@ def encode(manifest: Manifest) -> bytes:
     body = ("{\n" + ",\n".join(lines)).encode()
     data = body + f'{_SEAL}{zlib.crc32(body):08x}"\n}}\n'.encode()
     if len(data) > MAX_MANIFEST_BYTES:
-        # `json_copy` refuses most of these before anything is saved, but not what a function returns at the end.
+        # `json_copy` refuses most of these before anything is saved, but not what a function
+        # returns at the end.
         raise CheckpointError(
-            f"the manifest must have at most {MAX_MANIFEST_BYTES} bytes, got {len(data)}, of which extra has "
-            f"{len(json.dumps(manifest.extra))}; put arrays into the state"
+            f"the manifest must have at most {MAX_MANIFEST_BYTES} bytes, got {len(data)}, of which "
+            f"extra has {len(json.dumps(manifest.extra))}; put arrays into the state"
         )
     return data
 
 
-@functools.lru_cache(maxsize=4)  # listing, finding and reading a checkpoint decodes it three times in a row
+# Listing, finding and reading a checkpoint decodes it three times in a row.
+@functools.lru_cache(maxsize=4)
 def decode(data: bytes) -> Manifest:
     """Decode a manifest, which callers must not modify.
 
@@ -388,7 +432,14 @@ def decode(data: bytes) -> Manifest:
             raise ValueError("it is not JSON, or is nested too deeply")
         _check_format(loaded)
         return _as_manifest(loaded)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
         reason = printable(f"{type(error).__name__}: {error}")[:200]
         problem = f"its checksum is correct, but its content is not what jstep writes ({reason})"
         raise CorruptedCheckpointError(problem) from None
@@ -400,10 +451,11 @@ def _check_format(loaded: Mapping[str, Any]) -> None:
     number = _as_kind(loaded["format"], "a count")
     if number < FORMAT:
         raise UnsupportedFormatError(
-            f"it has format {number}, written by jstep {written_by} before the first release, whose format is "
-            f"{FORMAT}. The checkpoint is intact: Orbax still reads its arrays, by "
-            "orbax.checkpoint.PyTreeCheckpointer().restore(path), with names such as 'params/w'; or restore it with "
-            "the version that wrote it, and write its arrays with jstep.save_weights"
+            f"it has format {number}, written by jstep {written_by} before the first release, "
+            f"whose format is {FORMAT}. The checkpoint is intact: Orbax still reads its arrays, by "
+            "orbax.checkpoint.PyTreeCheckpointer().restore(path), with names such as 'params/w'; "
+            "or restore it with the version that wrote it, and write its arrays "
+            "with jstep.save_weights"
         )
     if number != FORMAT:
         newer = f"format {format_value(number, 50)}"
@@ -415,23 +467,25 @@ def _check_format(loaded: Mapping[str, Any]) -> None:
         newer = _unknown_keys(loaded)
     if newer:
         raise UnsupportedFormatError(
-            f"it has {newer}, which this version ({jstep_version()}) does not know. The checkpoint is intact, and was "
-            f"written by jstep {written_by}: install that or a later one"
+            f"it has {newer}, which this version ({jstep_version()}) does not know. The checkpoint "
+            f"is intact, and was written by jstep {written_by}: install that or a later one"
         )
 
 
 _MANIFEST_KEYS = frozenset(
     (
-        "format", "database", "tagged_values", "jstep", "step", "saved_at", "processes", "extra", "retention", "finite",
-        "temporary", "data", "parts", "leaves", "files", "left_out", "best", "notes",
+        "format", "database", "tagged_values", "jstep", "step", "saved_at", "processes", "extra",
+        "retention", "finite", "temporary", "data", "parts", "leaves", "files", "left_out", "best",
+        "notes",
     )
 )  # fmt: skip
-"""The keys of a manifest. A reader ignores what is below `notes`, here and in leaves, and refuses other keys."""
+"""The keys of a manifest. A reader ignores what is below `notes`, here and in leaves, and refuses
+other keys."""
 _RETENTION_KEYS = frozenset({"kept", "since", "temporary", "notes"})
 
 
 def _unknown_keys(loaded: Mapping[str, Any]) -> str:
-    """Describe the keys of a manifest that this version does not know; empty if it knows them all."""
+    """Describe keys of a manifest that this version does not know; empty if it knows them all."""
     records = [
         ("the manifest", _MANIFEST_KEYS, [loaded]),
         ("its retention", _RETENTION_KEYS, [loaded["retention"]]),
@@ -524,7 +578,8 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "a count": is_step,
     "a time": _is_time,
 }
-"""Kinds of values in a manifest. Text is UTF-8, and may name a file; a word is printable, and an error may show it."""
+"""Kinds of values in a manifest. Text is UTF-8, and may name a file; a word is printable, and an
+error may show it."""
 
 
 def _as_kind(value: Any, kind: str) -> Any:
@@ -545,7 +600,10 @@ def _as_shape(sizes: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _check_distinct_arrays(leaves: Sequence[Leaf]) -> None:
-    """Raise an error if two leaves name one array, which would be read once, and copied for each of them."""
+    """Raise an error if two leaves name one array.
+
+    It would be read once, and copied for each of them.
+    """
     paths = Counter(array_path(leaf.array) for leaf in leaves if leaf.array is not None)
     path, count = next(iter(paths.most_common(1)), ("", 0))
     if count > 1:

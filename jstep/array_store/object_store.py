@@ -1,4 +1,4 @@
-"""A store of checkpoints below a URL of an object store: a checkpoint exists when its manifest does."""
+"""A store of checkpoints below a URL of an object store: one exists when its manifest does."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jstep.array_store import attempts, claims, listing
-from jstep.array_store.manifest import MANIFEST_FILE, CheckpointError, Manifest, UnsupportedFormatError, decode, encode
+from jstep.array_store.manifest import (
+    MANIFEST_FILE,
+    CheckpointError,
+    Manifest,
+    UnsupportedFormatError,
+    decode,
+    encode,
+)
 from jstep.array_store.store import Store
 from jstep.core.checks import format_list
 from jstep.core.logs import logger
@@ -30,14 +37,16 @@ from jstep.stores.objects import (
 from jstep.stores.urls import parts_of_url
 
 _ENTRY = b"an attempt to save a checkpoint\n"
-"""The content of an entry of the index. It is not empty, because copies and clean-ups leave out empty objects."""
+"""The content of an entry of the index. It is not empty, because copies and clean-ups leave out
+empty objects."""
 _FOLLOWED = b"a checkpoint that was followed by "
 """The beginning of the content of the entry of a checkpoint that is not the newest."""
 _MANIFEST_KEY = re.compile(rf"[^/]+/{re.escape(MANIFEST_FILE)}")
 _MIN_LISTED = 3
 """The minimum number of checkpoints beside the newest one for which all objects may be listed."""
 _OTHER_OBJECTS = 8
-"""The objects of a checkpoint that are not full, for each process: nodes and roots, and the report of its part."""
+"""The objects of a checkpoint that are not full, for each process: nodes and roots, and the report
+of its part."""
 _KEYS_OF_PAGE = 1000
 """The keys in one response to a list. The next page is requested after it."""
 _READS_OF_PAGE = 16
@@ -61,18 +70,23 @@ class ObjectStore(Store):
     def __init__(self, url: str, prefix: str | None) -> None:
         super().__init__(url, prefix)
         self.objects = Bucket(url)
-        # Name of a checkpoint → its attempts, as the index had them when `newest_first` read it last.
+        # Name of a checkpoint → its attempts, as the index had them when `newest_first` last read
+        # it.
         self._attempts: dict[str, list[str]] = {}
-        # The same for checkpoints that the index lacked, and a list of all objects had; `lock` adds them to the index.
+        # The same for checkpoints that the index lacked, and a list of all objects had; `lock` adds
+        # them to the index.
         self._lost: dict[str, list[str]] = {}
-        # Prefixes for which a list of all objects had no more than the index: another one is not needed.
+        # Prefixes for which a list of all objects had no more than the index: another one is not
+        # needed.
         self._complete_prefixes: set[str | None] = set()
         # Step → path of the checkpoints of this writer, as long as it holds the claim.
         self._own_paths: dict[int, str] = {}
         # Why old checkpoints stay: the first error, or that there is no right to delete.
         self._undeleted: Exception | None = None
         # The deletions, in a thread, and how many of them have not ended.
-        self._erasing = SerialTasks("jstep-delete", functools.partial(self.log_undeleted, url), daemon=True)
+        self._erasing = SerialTasks(
+            "jstep-delete", functools.partial(self.log_undeleted, url), daemon=True
+        )
         self._unerased = 0
         # The result of `list_once`, by prefix; None if each call lists the index itself.
         self._keys: dict[str, list[str]] | None = None
@@ -86,7 +100,9 @@ class ObjectStore(Store):
     def _listed(self, prefix: str | None) -> listing.ListedCheckpoints:
         if self._keys is not None and prefix is not None:
             return listing.ListedCheckpoints(self._keys.get(prefix, ()), prefix)
-        return listing.ListedCheckpoints(self._list_keys("" if prefix is None else f"{prefix}-"), prefix)
+        return listing.ListedCheckpoints(
+            self._list_keys("" if prefix is None else f"{prefix}-"), prefix
+        )
 
     def _list_keys(self, start: str) -> list[str]:
         """Return what the index has with this beginning; without an index, all keys."""
@@ -97,11 +113,12 @@ class ObjectStore(Store):
     def newest_first(self, prefix: str | None) -> Iterator[tuple[int, str]]:
         """See `Store.newest_first`. Missing objects are found on restore.
 
-        The index may lack entries: somebody has deleted them, or copied a bucket in which they were empty objects, as
-        they once were. A run that believed such an index would start from scratch, and overwrite what is there.
+        The index may lack entries: somebody has deleted them, or copied a bucket in which they were
+        empty objects, as they once were. A run that believed such an index would start from
+        scratch, and overwrite what is there.
 
-        It also sets `_attempts`, and perhaps `_lost`: `_complete_paths` reads both after the first item, and `lock`
-        reads `_lost` at the end.
+        It also sets `_attempts`, and perhaps `_lost`: `_complete_paths` reads both after the first
+        item, and `lock` reads `_lost` at the end.
         """
         for _ in range(_MAX_LISTINGS):
             listed = self._listed(prefix)
@@ -136,9 +153,11 @@ class ObjectStore(Store):
         return sorted(self._complete_paths(prefix))
 
     def _complete_paths(self, prefix: str) -> dict[int, str]:
-        """Return step → path: no request for each checkpoint, unless the list of all objects would take longer.
+        """Return step → path.
 
-        The index has what was begun, and keeps what was deleted by hand: it does not tell which checkpoints exist.
+        There is no request for each checkpoint, unless the list of all objects would take longer.
+        The index has what was begun, and keeps what was deleted by hand: it does not tell which
+        checkpoints exist.
         """
         checkpoints = self.newest_first(prefix)
         newest = next(checkpoints, None)
@@ -154,7 +173,10 @@ class ObjectStore(Store):
         return {step: self.path(name) for name, step in steps.items()}
 
     def _is_list_short(self, newest: str, others: int) -> bool:
-        """Return whether a list of all objects has fewer pages than there would be rounds of requests for manifests."""
+        """Return whether a list of all objects takes less time than requests for manifests.
+
+        It does if it has fewer pages than there would be rounds of such requests.
+        """
         try:
             manifest = self.manifest(newest)
         except (CheckpointError, FileNotFoundError):
@@ -172,10 +194,12 @@ class ObjectStore(Store):
                 return True
         return False
 
-    def _find_lost(self, prefix: str | None, listed: listing.ListedCheckpoints) -> Mapping[str, int]:
-        """Return name → step of the checkpoints that the index lacks, and a list of all objects has.
+    def _find_lost(
+        self, prefix: str | None, listed: listing.ListedCheckpoints
+    ) -> Mapping[str, int]:
+        """Return name → step of checkpoints that the index lacks, and a list of all objects has.
 
-        Such a list may be long: once it has no more than the index, it is not made again for the prefix.
+        Such a list may be long: once it has no more than the index, the prefix needs no other one.
         """
         if prefix in self._complete_prefixes:
             return {}
@@ -186,7 +210,8 @@ class ObjectStore(Store):
             self._complete_prefixes.add(prefix)
             return {}
         logger.warning(
-            "%s: the index %s lacks %s, which a list of all objects has; were its objects deleted, or not copied?",
+            "%s: the index %s lacks %s, which a list of all objects has; were its objects "
+            "deleted, or not copied?",
             *(self.directory, INDEX, format_list(sorted(lost), 3)),
         )
         self._lost = {name: whole.attempts[name] for name in lost}
@@ -197,10 +222,11 @@ class ObjectStore(Store):
 
     def find_path(self, prefix: str, step: int) -> str | None:
         name = listing.format_name(prefix, step)
-        return None if self.objects.read(f"{name}/{MANIFEST_FILE}").data is None else self.path(name)
+        manifest = self.objects.read(f"{name}/{MANIFEST_FILE}").data
+        return None if manifest is None else self.path(name)
 
     def path_to_read(self, prefix: str, step: int) -> str | None:
-        """See `Store.path_to_read`: without a request, since reading the manifest shows whether it exists."""
+        """See `Store.path_to_read`: no request, as reading the manifest shows whether it exists."""
         return self.path(listing.format_name(prefix, step))
 
     def manifest(self, path: str) -> Manifest:
@@ -210,7 +236,9 @@ class ObjectStore(Store):
             raise FileNotFoundError(f"{url}: there is no such object; the checkpoint was deleted")
         manifest = listing.decode_manifest(result.data, url)
         if manifest.data is not None and not listing.is_attempt(manifest.data):
-            raise CheckpointError(f"{url}: its data is in {manifest.data!r:.50}, where jstep never puts it")
+            raise CheckpointError(
+                f"{url}: its data is in {manifest.data!r:.50}, where jstep never puts it"
+            )
         return manifest
 
     def complete_manifest(self, prefix: str, step: int) -> Manifest | None:
@@ -222,10 +250,14 @@ class ObjectStore(Store):
 
     def storage(self, path: str, manifest: Manifest) -> "ObjectStorage":
         name = self._name(path)
-        return ObjectStorage(self.objects, name if manifest.data is None else f"{name}/{manifest.data}", verb="read")
+        key = name if manifest.data is None else f"{name}/{manifest.data}"
+        return ObjectStorage(self.objects, key, verb="read")
 
     def lock(self) -> claims.ObjectClaim:
-        """Take the claim, and check within `START_TIMEOUT_SECS` that the store can be read, listed and written."""
+        """Take the claim, and check that the store can be read, listed and written.
+
+        The check ends within `START_TIMEOUT_SECS`.
+        """
         with self.objects.time_limit(START_TIMEOUT_SECS), _known_marks():
             claim = claims.ObjectClaim(self.objects, self._prefix)
             try:
@@ -246,8 +278,13 @@ class ObjectStore(Store):
             for attempt in attempts_of_name or [listing.COPIED]:
                 self.objects.write(f"{INDEX}{name}/{attempt}", _ENTRY)
 
-    def begin(self, path: str, attempt_id: int, saved_at: float, *, process: int, count: int) -> attempts.Attempt:
-        """See `Store.begin`: arrays and files are written below the attempt, then the manifest (`publish`)."""
+    def begin(
+        self, path: str, attempt_id: int, saved_at: float, *, process: int, count: int
+    ) -> attempts.Attempt:
+        """See `Store.begin`.
+
+        Arrays and files are written below the attempt, then the manifest (`publish`).
+        """
         self.erase_secs = 0.0
         return ObjectAttempt(self, path, attempt_id, saved_at)
 
@@ -260,10 +297,12 @@ class ObjectStore(Store):
         stamp = self.objects.write_if(attempt.manifest_key, data, attempt.previous.stamp)
         if stamp is None:
             url = self.objects.url_of(attempt.manifest_key)
-            raise CheckpointError(f"{url} was written by another writer meanwhile; stop one of the two runs")
+            raise CheckpointError(
+                f"{url} was written by another writer meanwhile; stop one of the two runs"
+            )
         try:
-            # This process may have been suspended since the first check, while another one took the claim and deleted
-            # the data of this attempt.
+            # This process may have been suspended since the first check, while another one took the
+            # claim and deleted the data of this attempt.
             if claim is not None:
                 claim.check()
         except CheckpointError:
@@ -288,7 +327,9 @@ class ObjectStore(Store):
                 useless = self._useless_in_incomplete(name, found)
             self.erase([f"{name}/{attempt}/" for attempt in useless])
 
-    def _useless_in_complete(self, new: "ObjectAttempt", name: str, found: Sequence[str]) -> list[str]:
+    def _useless_in_complete(
+        self, new: "ObjectAttempt", name: str, found: Sequence[str]
+    ) -> list[str]:
         """Return the old attempts of an existing checkpoint, but the one that it is made of."""
         old = [attempt for attempt in found if listing.is_old(attempt, new.saved_at)]
         if not old or len(found) == 1:
@@ -297,7 +338,7 @@ class ObjectStore(Store):
         return [attempt for attempt in old if attempt != data]
 
     def _useless_in_incomplete(self, name: str, found: Sequence[str]) -> list[str]:
-        """Return the attempts of what this writer does not know as a checkpoint, unless it is one."""
+        """Return attempts of what this writer does not know as a checkpoint, unless it is one."""
         return list(found) if self.objects.read(f"{name}/{MANIFEST_FILE}").data is None else []
 
     def _mark_followed(self, new: "ObjectAttempt", listed: Mapping[str, Sequence[str]]) -> None:
@@ -308,7 +349,9 @@ class ObjectStore(Store):
             return
         name = self._name(self._own_paths[max(lower)])
         for attempt in listed.get(name, ()):
-            self.objects.write(f"{INDEX}{name}/{attempt}", _FOLLOWED + self._name(new.path).encode())
+            self.objects.write(
+                f"{INDEX}{name}/{attempt}", _FOLLOWED + self._name(new.path).encode()
+            )
 
     def command_to_set_aside(self, path: str) -> str:
         aside = f"{path}{listing.ASIDE}{int(time.time())}"
@@ -317,8 +360,9 @@ class ObjectStore(Store):
         return shlex.join(["aws", "s3", "mv", "--recursive", f"{path}/", f"{aside}/"])
 
     def hide(self, path: str) -> list[str]:
-        """Delete the manifest unless another writer has replaced it; return the keys that it leaves behind."""
-        if isinstance(self._undeleted, PermissionError):  # trying again at each save, for more and more, is useless
+        """Delete the manifest unless another writer replaced it; return the keys that it leaves."""
+        if isinstance(self._undeleted, PermissionError):
+            # Trying again at each save, for more and more, is useless.
             raise self._undeleted.with_traceback(None)
         name = self._name(path)
         key = f"{name}/{MANIFEST_FILE}"
@@ -328,7 +372,8 @@ class ObjectStore(Store):
         self._own_paths = {step: other for step, other in self._own_paths.items() if other != path}
         if manifest.data is None:
             return []  # it was deleted before
-        with contextlib.suppress(CheckpointError):  # of a manifest that does not say where its data is
+        with contextlib.suppress(CheckpointError):
+            # The error is that of a manifest that does not say where its data is.
             hidden = decode(manifest.data)
             if listing.is_attempt(hidden.data):
                 return [f"{name}/{hidden.data}/"]
@@ -369,13 +414,20 @@ class ObjectStore(Store):
     def log_undeleted(self, path: str, error: Exception) -> None:
         """Log one warning for all checkpoints."""
         if self._undeleted is None:
-            logger.warning("old checkpoints in %s stay because they cannot be deleted: %s", self.directory, error)
+            logger.warning(
+                "old checkpoints in %s stay because they cannot be deleted: %s",
+                self.directory,
+                error,
+            )
         if self._undeleted is None or isinstance(error, PermissionError):
             self._undeleted = error
 
 
 def _end_of(key: str) -> str:
-    """Return the key before which all keys below one end, which has a slash at its end: 0 follows the slash."""
+    """Return the key before which all keys below one end.
+
+    That one has a slash at its end: 0 follows the slash.
+    """
     return f"{key[:-1]}0"
 
 
@@ -387,7 +439,8 @@ def _highest_first(steps: Mapping[str, int]) -> list[str]:
 def _useless_beside(new: "ObjectAttempt", found: Sequence[str]) -> list[str]:
     """Return the other attempts of a new checkpoint.
 
-    If it replaces one, only those an hour old: a reader may still read the data of the one that was there.
+    If it replaces one, only those an hour old: a reader may still read the data of the one that was
+    there.
     """
     others = [attempt for attempt in found if attempt != new.data]
     if new.previous.data is None:
@@ -433,7 +486,8 @@ class ObjectAttempt(attempts.Attempt):
     def clean_up(self) -> None:
         try:
             self._store.clean_up(self)
-        except (OSError, CheckpointError) as error:  # not an error of the save: the checkpoint exists
+        except (OSError, CheckpointError) as error:
+            # It is not an error of the save: the checkpoint exists.
             self._store.log_undeleted(self._store.directory, error)
 
 
@@ -468,7 +522,7 @@ class ObjectStorage(attempts.Storage):
         return [found.removeprefix(self._key(key)) for found in keys]
 
     def progress(self, keys: Sequence[str]) -> list[int]:
-        # From the first key to the last one: what sorts between them are the parts of other processes.
+        # From the first key to the last one: between them are the parts of other processes.
         first = self._key(min(keys))
         last = self._key(max(keys))
         counts = dict.fromkeys(keys, 0)

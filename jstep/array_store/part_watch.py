@@ -1,7 +1,8 @@
 """Detection, from outside, of processes whose write of their part of a checkpoint hangs.
 
-A write that hangs and a slow flush look alike, because the number of bytes does not grow during a flush. This process
-has written and flushed a part of its own on the same storage, from which it estimates how long a flush may take.
+A write that hangs and a slow flush look alike, because the number of bytes does not grow during a
+flush. This process has written and flushed a part of its own on the same storage, from which it
+estimates how long a flush may take.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,8 @@ _SLOWDOWN = 10
 def patience_secs(part_bytes: float, own_bytes: int, own_secs: float) -> float:
     """Return the seconds after which a part that has not grown is one that hangs.
 
-    Within `PATIENCE_SECS` and the time in which a slow process flushes all of its part, something has to change.
+    Within `PATIENCE_SECS` and the time in which a slow process flushes all of its part, something
+    has to change.
 
     Args:
         part_bytes: The bytes of the part.
@@ -39,7 +41,8 @@ class PartWatch:
     Most parts are complete within seconds, so the first poll waits, too.
 
     Args:
-        progress: Returns, for each of some processes, what changes while its part is written, such as its bytes.
+        progress: Returns, for each of some processes, what changes while its part is written, such
+            as its bytes.
         processes: The processes.
         patience: Seconds without a change after which a process hangs.
         instant: The monotonic time at which watching begins.
@@ -85,7 +88,11 @@ class PartWatch:
 
     def stuck(self, instant: float) -> list[int]:
         """Return the processes whose part has not changed for too long."""
-        return [process for process in self._latest if self.quiet_secs(process, instant) > self._patience]
+        return [
+            process
+            for process in self._latest
+            if self.quiet_secs(process, instant) > self._patience
+        ]
 
     def left_secs(self, process: int, instant: float) -> float:
         """Return the seconds until a process is stuck, if nothing changes."""

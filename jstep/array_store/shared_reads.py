@@ -1,8 +1,9 @@
-"""Reading of arrays that several processes need: each byte is read once, and sent to the other processes.
+"""Reading of arrays that several processes need: each byte is read once, and sent to the others.
 
-A large array is divided between its replicas, in parts of at least 1 MiB, and JAX brings the parts together. Arrays for
-which this leaves bytes that two processes would read are read in groups of about 1 MiB: each by one process, as they
-were written. The processes that need a group then receive it, in rounds of a few megabytes.
+A large array is divided between its replicas, in parts of at least 1 MiB, and JAX brings the parts
+together. Arrays for which this leaves bytes that two processes would read are read in groups of
+about 1 MiB: each by one process, as they were written. The processes that need a group then receive
+it, in rounds of a few megabytes.
 """
 
 import functools
@@ -38,7 +39,7 @@ class _Needs(NamedTuple):
     """Which processes need the same boxes of an array.
 
     Attributes:
-        groups: All processes: those of one group need the same boxes, and no other group needs these.
+        groups: All processes: those of one group need the same boxes, no other group needs them.
         boxes: The boxes of each group.
     """
 
@@ -60,15 +61,17 @@ class _SharedArray(NamedTuple):
     reader: int
 
     def nbytes(self, group: int) -> int:
-        return sum([math.prod(lengths(box)) for box in self.boxes[group]]) * int(self.kind.dtype.itemsize)
+        elements = sum([math.prod(lengths(box)) for box in self.boxes[group]])
+        return elements * int(self.kind.dtype.itemsize)
 
 
 class ReadPlan:
     """Which arrays the processes read alone, divided or together; the same on all of them.
 
     Attributes:
-        alone: Name → the sharding with which this process reads an array. It is the wanted one, or one that divides the
-            array between more processes; JAX then brings it into the wanted one.
+        alone: Name → the sharding with which this process reads an array. It is the wanted one, or
+            one that divides the array between more processes; JAX then brings it into the wanted
+            one.
         digest: A number that is the same on all processes if their plans are.
     """
 
@@ -86,10 +89,11 @@ class ReadPlan:
             kind = kinds[name]
             divided = _divided(sharding, kind.shape, kind.dtype.itemsize)
             if _needs(divided, kind.shape) is None:
-                # Each process reads what it needs of the divided array, and JAX brings the parts together.
+                # Each process reads what it needs of the divided array; JAX joins the parts.
                 self.alone[name] = divided
                 continue
-            # Divided or not, several processes would read the same bytes: they share what they need in the end.
+            # Divided or not, several processes would read the same bytes: they share what they need
+            # in the end.
             needs = _needs(sharding, kind.shape)
             if needs is None:
                 self.alone[name] = sharding
@@ -111,7 +115,7 @@ class ReadPlan:
         return found
 
     def exchange(self, own_data: Mapping[str, Mapping[ShardBounds, Any]]) -> dict[str, Any]:
-        """Send the others what this process has read of `boxes_to_read`, and return all arrays that are shared."""
+        """Send others what this process has read of `boxes_to_read`; return all shared arrays."""
         placed = {}
         for groups, arrays in self._together.items():
             for array, boxes in _received(groups, arrays, own_data):
@@ -128,11 +132,11 @@ def _divided(sharding: Any, shape: tuple[int, ...], itemsize: int) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _needs(sharding: Any, shape: tuple[int, ...]) -> _Needs | None:
-    """Return which processes need the same, in groups of one size; None if each is to read alone what it needs.
+    """Return which processes need the same, in groups of one size; None if each is to read alone.
 
-    That is the case if no two processes need the same, and if more processes need one part than another: unequal
-    groups could not exchange what they have read. Without a sharding, or with one of this process alone, each process
-    needs the whole array.
+    That is the case if no two processes need the same, and if more processes need one part than
+    another: unequal groups could not exchange what they have read. Without a sharding, or with one
+    of this process alone, each process needs the whole array.
     """
     count = jax.process_count()
     whole = tuple((0, size) for size in shape)
@@ -162,21 +166,27 @@ def _position(groups: Groups) -> tuple[int, int]:
 
 
 def _received(
-    groups: Groups, arrays: Sequence[_SharedArray], own_data: Mapping[str, Mapping[ShardBounds, Any]]
+    groups: Groups,
+    arrays: Sequence[_SharedArray],
+    own_data: Mapping[str, Mapping[ShardBounds, Any]],
 ) -> Iterator[tuple[_SharedArray, dict[ShardBounds, Any]]]:
-    """Yield arrays and their boxes, as they arrive from the members of the group of this process."""
+    """Yield arrays and their boxes, as they arrive from the members of this process's group."""
     own_group, own_member = _position(groups)
     arrays_of_members: list[list[_SharedArray]] = [[] for _ in groups[0]]
     for array in arrays:
         arrays_of_members[array.reader].append(array)
-    # Each member sends a stream of all its arrays, one after the other, and in each round `size` bytes of it.
+    # Each member sends a stream of all its arrays, one after the other, and in each round `size`
+    # bytes of it.
     longest = 0
     for arrays_of_member in arrays_of_members:
         for group in range(len(groups)):
             longest = max(longest, sum([array.nbytes(group) for array in arrays_of_member]))
     size = _round_size(longest, len(groups[0]))
     sent = _Stream(_pieces_to_send(arrays_of_members[own_member], own_data))
-    received = [_Stream(_pieces_to_receive(arrays_of_member, own_group)) for arrays_of_member in arrays_of_members]
+    received = [
+        _Stream(_pieces_to_receive(arrays_of_member, own_group))
+        for arrays_of_member in arrays_of_members
+    ]
     gather = _Gather(groups, size)
     for _ in range(math.ceil(longest / size)):
         rows = gather.gather(sent.take(size))
@@ -185,9 +195,10 @@ def _received(
 
 
 def _round_size(longest: int, num_members: int) -> int:
-    """Return how many bytes each member of a group sends in a round: a power of two, so that programs are few.
+    """Return how many bytes each member of a group sends in a round.
 
-    Together they send at most `_ROUND_BYTES`, if they are not very many, and no more than the longest stream needs.
+    It is a power of two, so that programs are few. Together they send at most `_ROUND_BYTES`, if
+    they are not very many, and no more than the longest stream needs.
     """
     limit = max(_MIN_ROUND_BYTES, _ROUND_BYTES // num_members)
     largest_power = 1 << (limit.bit_length() - 1)
@@ -230,7 +241,7 @@ def _pieces_to_receive(arrays: Sequence[_SharedArray], group: int) -> Iterator[_
 
 
 class _Stream:
-    """The bytes of arrays, one after the other: those that were read, or memory for those that will arrive."""
+    """The bytes of arrays, one after the other: those read, or memory for those yet to arrive."""
 
     def __init__(self, pieces: Iterator[_Piece]) -> None:
         self._pieces = pieces
@@ -259,7 +270,9 @@ class _Stream:
             self._offset += part.size
         return taken
 
-    def put(self, row: np.ndarray[Any, Any]) -> Iterator[tuple[_SharedArray, dict[ShardBounds, Any]]]:
+    def put(
+        self, row: np.ndarray[Any, Any]
+    ) -> Iterator[tuple[_SharedArray, dict[ShardBounds, Any]]]:
         """Store bytes that have arrived, and yield the arrays that are complete."""
         count = 0
         while count < row.size:
@@ -283,7 +296,8 @@ class _Gather:
         for device in jax.devices():
             if device.process_index in devices_of:
                 devices_of[device.process_index].append(device)
-        # All devices, unless their number differs: not every backend runs a program on some devices of a process.
+        # All devices, unless their number differs: not every backend runs a program on some devices
+        # of a process.
         count = min(len(devices) for devices in devices_of.values())
         devices_of = {process: devices[:count] for process, devices in devices_of.items()}
         rows = [[devices_of[process] for process in group] for group in groups]
@@ -305,6 +319,11 @@ def _reshard_program(sharding: Any) -> Any:
     return jax.jit(lambda rows: rows, out_shardings=sharding)
 
 
-def read_arrays(reader: ArrayReader, plan: ReadPlan) -> tuple[dict[str, Any], dict[str, dict[ShardBounds, Any]]]:
-    """Read what this process reads: arrays of its own, and boxes for its group. It does not communicate."""
+def read_arrays(
+    reader: ArrayReader, plan: ReadPlan
+) -> tuple[dict[str, Any], dict[str, dict[ShardBounds, Any]]]:
+    """Read what this process reads: arrays of its own, and boxes for its group.
+
+    It does not communicate.
+    """
     return reader.read(plan.alone), reader.read_boxes(plan.boxes_to_read())

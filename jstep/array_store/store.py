@@ -1,7 +1,7 @@
 """`Store`: storage of checkpoints, the base class for directories and URLs.
 
-A Saver handles states, steps and retention; a store handles names and bytes, and makes checkpoints atomic: whatever
-happens, a path holds a complete checkpoint or none.
+A Saver handles states, steps and retention; a store handles names and bytes, and makes checkpoints
+atomic: whatever happens, a path holds a complete checkpoint or none.
 """
 
 import abc
@@ -29,15 +29,16 @@ MAX_MANIFESTS = 16
 class Store(abc.ABC):
     """Checkpoints below one directory or URL. Savers do not share stores.
 
-    Errors of the storage are OSErrors; CheckpointError is for problems of a checkpoint. Without a prefix, a store can
-    only read.
+    Errors of the storage are OSErrors; CheckpointError is for problems of a checkpoint. Without a
+    prefix, a store can only read.
     """
 
     directory: str
     poll_secs: float = 1.0
     """Polling interval of a reader that waits for a checkpoint."""
     erase_secs: float = 0.0
-    """The seconds of the deletions since the latest save began: `begin` sets it to 0, and `erase` adds to it."""
+    """The seconds of the deletions since the latest save began: `begin` sets it to 0, and `erase`
+    adds to it."""
     _prefix: str
     _claim: FileClaim | ObjectClaim | None = None
     _write: BackgroundWrite | None = None
@@ -56,7 +57,8 @@ class Store(abc.ABC):
     def list_once(self) -> None:
         """List the checkpoints of all prefixes, for a caller that looks for the newest one of each.
 
-        From then on, `newest_first` and `find_broken` do not list those of their prefix, unless the list is outdated.
+        From then on, `newest_first` and `find_broken` do not list those of their prefix, unless the
+        list is outdated.
         """
 
     @abc.abstractmethod
@@ -69,10 +71,10 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def own_paths(self) -> dict[int, str]:
-        """Return step → path of the checkpoints of this prefix, as the writer knows them without reading one.
+        """Return step → path of this prefix's checkpoints, as the writer knows them, reading none.
 
-        In a directory these are all that have the name of one, complete or not; below a URL those that were complete
-        when the prefix was claimed, or have been saved since.
+        In a directory these are all that have the name of one, complete or not; below a URL those
+        that were complete when the prefix was claimed, or have been saved since.
         """
 
     @abc.abstractmethod
@@ -80,14 +82,15 @@ class Store(abc.ABC):
         """Return the path of the complete checkpoint of a step, or None."""
 
     def path_to_read(self, prefix: str, step: int) -> str | None:
-        """Return the path of a step's checkpoint, or None, for a caller that reads the manifest next.
+        """Return a step's checkpoint path, or None, for a caller that reads the manifest next.
 
-        Unlike `find_path`, this may return a path without a checkpoint: reading its manifest shows that.
+        Unlike `find_path`, this may return a path without a checkpoint, as reading its manifest
+        shows.
         """
         return self.find_path(prefix, step)
 
     def find_broken(self, prefix: str, newer_than: int) -> list[tuple[str, str]]:
-        """Return path and problem of the incomplete checkpoints of higher steps, highest step first.
+        """Return path and problem of incomplete checkpoints of higher steps, highest step first.
 
         No crash leaves them: their files were removed. Object stores report none.
         """
@@ -95,7 +98,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def manifest(self, path: str) -> Manifest:
-        """Read the manifest of a checkpoint; raise FileNotFoundError if it was deleted meanwhile."""
+        """Read a checkpoint's manifest; raise FileNotFoundError if it was deleted meanwhile."""
 
     def complete_manifest(self, prefix: str, step: int) -> Manifest | None:
         """Return the manifest of the complete checkpoint of a step, or None."""
@@ -111,36 +114,52 @@ class Store(abc.ABC):
 
     def reader(self, path: str, manifest: Manifest) -> "ArrayReader":
         """Return a reader of the arrays and files of a checkpoint, none of which is read yet."""
-        from jstep.array_store.array_reader import ArrayReader  # not at the top: importing tensorstore is slow
+        # Not at the top: importing tensorstore is slow.
+        from jstep.array_store.array_reader import ArrayReader
 
         storage = self.storage(path, manifest)
         return ArrayReader(storage.spec(), manifest, storage.wait)
 
     def find_wrong_sizes(self, path: str, manifest: Manifest) -> Mapping[str, str]:
-        """Describe the listed files that are missing or have another size; manifests below a URL list no files."""
+        """Describe the listed files that are missing or have another size.
+
+        Manifests below a URL list no files.
+        """
         return {}
 
     def find_corruption(self, path: str, manifest: Manifest, *, every: bool = False) -> list[str]:
-        """Read every chunk of a checkpoint, and describe corruption; `every` includes files that only Orbax reads."""
+        """Read every chunk of a checkpoint, and describe corruption.
+
+        `every` includes files that only Orbax reads.
+        """
         problems = self.reader(path, manifest).find_corruption()
         return [*problems, *self.describe_files(path, manifest, every=every)]
 
     def describe_files(self, path: str, manifest: Manifest, *, every: bool = False) -> list[str]:
-        """Describe the files that are missing or differ, as `find_corruption` does, without reading the arrays.
+        """Describe files that are missing or differ, like `find_corruption`, but read no arrays.
 
-        Files that only Orbax reads are left out. With `every`, they are not, and their contents are compared, too.
+        Files that only Orbax reads are left out. With `every`, they are not, and their contents are
+        compared, too.
         """
         wrong = dict(self.find_wrong_sizes(path, manifest))
         if every:
             wrong |= self._orbax_corruption(path, manifest, raises=True)
-        return [f"{path}/{name}: {why}" for name, why in wrong.items() if every or name not in ORBAX_ONLY]
+        return [
+            f"{path}/{name}: {why}"
+            for name, why in wrong.items()
+            if every or name not in ORBAX_ONLY
+        ]
 
     def warn_of_orbax_files(self, path: str, manifest: Manifest) -> None:
         """Log the corrupted files that only Orbax reads."""
         corrupted = self._orbax_corruption(path, manifest, raises=False)
         if corrupted and not self.is_gone(path, manifest):
             texts = [f"{name} ({why})" for name, why in corrupted.items()]
-            logger.warning("%s: only Orbax reads these files, which are corrupted: %s", path, " and ".join(texts))
+            logger.warning(
+                "%s: only Orbax reads these files, which are corrupted: %s",
+                path,
+                " and ".join(texts),
+            )
 
     def _orbax_corruption(self, path: str, manifest: Manifest, *, raises: bool) -> dict[str, str]:
         """Describe the files that only Orbax reads and that differ from what was written.
@@ -149,7 +168,8 @@ class Store(abc.ABC):
         """
         storage = self.storage(path, manifest)
         corrupted: dict[str, str] = {}
-        for name, written in writer_module().orbax_files(manifest.leaves_by_array, manifest.saved_at).items():
+        files = writer_module().orbax_files(manifest.leaves_by_array, manifest.saved_at)
+        for name, written in files.items():
             try:
                 data = storage.read(name)
             except OSError as error:
@@ -171,7 +191,8 @@ class Store(abc.ABC):
         """Return whether a checkpoint was deleted or replaced since its manifest was read."""
         try:
             current = self.manifest(path)
-            return (current.saved_at, current.data, current.files) != (manifest.saved_at, manifest.data, manifest.files)
+            expected = manifest.saved_at, manifest.data, manifest.files
+            return (current.saved_at, current.data, current.files) != expected
         except FileNotFoundError:
             return True
         except (CheckpointError, OSError):
@@ -184,13 +205,14 @@ class Store(abc.ABC):
 
         It creates the directory, and removes what an interrupted writer left behind.
         """
-        if self._claim is not None and self._claim.is_held():  # False in a fork, whose parent has the claim
+        if self._claim is not None and self._claim.is_held():
+            # It is not held in a fork, whose parent has the claim.
             return
         with contextlib.suppress(CheckpointError):
             self._claim = self.lock()
             return
-        # The owner may be a Saver of this process to which nothing refers any more: it releases its claim when it is
-        # collected.
+        # The owner may be a Saver of this process to which nothing refers any more: it releases its
+        # claim when it is collected.
         gc.collect()
         self._claim = self.lock()
 
@@ -199,8 +221,13 @@ class Store(abc.ABC):
         """Take the claim; see `claim`."""
 
     @abc.abstractmethod
-    def begin(self, path: str, attempt_id: int, saved_at: float, *, process: int, count: int) -> Attempt:
-        """Return a new attempt to save a checkpoint; all `count` processes call it together, with the same ID."""
+    def begin(
+        self, path: str, attempt_id: int, saved_at: float, *, process: int, count: int
+    ) -> Attempt:
+        """Return a new attempt to save a checkpoint.
+
+        All `count` processes call it together, with the same ID.
+        """
 
     def start(self, attempt: Attempt, run: Callable[[], None]) -> None:
         """Let a thread run a save; `wait` waits for it."""
@@ -210,7 +237,8 @@ class Store(abc.ABC):
         """Wait for the write in progress, and return its error."""
         if self._write is None:
             return None
-        # Forgotten only when it has ended: Ctrl-C may interrupt this, and the next call then waits for it.
+        # Forgotten only when it has ended: Ctrl-C may interrupt this, and the next call then waits
+        # for it.
         error = self._write.wait()
         self._write = None
         return error
@@ -224,17 +252,17 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def command_to_set_aside(self, path: str) -> str:
-        """Return a shell command that gives a checkpoint a name under which nothing finds or deletes it."""
+        """Return a shell command that renames a checkpoint so that nothing finds or deletes it."""
 
     # Deletion, for `retention`.
 
     @abc.abstractmethod
     def hide(self, path: str) -> Sequence[str]:
-        """Atomically make a checkpoint disappear, and return its remains for `erase`, if it existed."""
+        """Atomically make a checkpoint disappear; return its remains for `erase`, if it existed."""
 
     @abc.abstractmethod
     def erase(self, remains: Sequence[str]) -> None:
-        """Delete files or objects that belong to no checkpoint any more; in a bucket, in the background."""
+        """Delete files or objects that belong to no checkpoint; in a bucket, in the background."""
 
     def evict(self, path: str) -> None:
         """Delete a checkpoint: hide it atomically, then remove its data. Failures are logged."""
@@ -255,10 +283,10 @@ class Store(abc.ABC):
     # The end.
 
     def close(self, wait: bool = True) -> None:
-        """End the threads and release the claim, after any write that Ctrl-C has left running. Reading still works.
+        """End the threads and release the claim, after any write that Ctrl-C has left running.
 
-        Without `wait`, nothing waits, nor does the exit of the interpreter, for more than a second: the user has
-        pressed Ctrl-C twice.
+        Reading still works. Without `wait`, nothing waits, nor does the exit of the interpreter,
+        for more than a second: the user has pressed Ctrl-C twice.
         """
         if not wait and self._write is not None:
             self._write.detach()

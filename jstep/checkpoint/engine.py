@@ -1,7 +1,7 @@
 """The engine of a `Saver`: one save at a time in the background, and reads between saves.
 
-`Saver` is its public interface. A run calls the engine itself for what users must not call: with another listener, or
-without the other processes, a checkpoint could be lost.
+`Saver` is its public interface. A run calls the engine itself for what users must not call: with
+another listener, or without the other processes, a checkpoint could be lost.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ class SaverEngine:
     """The writes and reads of one `Saver`.
 
     Attributes:
-        finder: Finds checkpoints. Outside of `locked_finder`, use it only for what no save touches: the files of a
-            complete checkpoint.
+        finder: Finds checkpoints. Outside of `locked_finder`, use it only for what no save touches:
+            the files of a complete checkpoint.
         saves_begun: The number of saves that have begun.
     """
 
@@ -61,14 +61,18 @@ class SaverEngine:
         self.leave_out = leave_out
         self._is_async = is_async
         self._store = naming.open_store(directory, prefix)
-        self._retention = Retention(self._store, prefix, max_to_keep, keep_every_n_hours, interval_start=time.time())
+        self._retention = Retention(
+            self._store, prefix, max_to_keep, keep_every_n_hours, interval_start=time.time()
+        )
         self.finder = CheckpointFinder(self._store, prefix)
         self._flushes: list[Callable[[], None]] = []
         self._listener: Listener | None = None
-        # Held by every call that saves, deletes or finds checkpoints, and by nothing that runs in the background.
+        # Held by every call that saves, deletes or finds checkpoints, and by nothing that runs in
+        # the background.
         self._lock = threading.RLock()
         self._is_closed = False
-        # The path of the save for which `wait` has not returned yet, and its error once it has ended with one.
+        # The path of the save for which `wait` has not returned yet, and its error once it has
+        # ended with one.
         self._saving: str | None = None
         self._failure: BaseException | None = None
         self.saves_begun = 0
@@ -88,14 +92,14 @@ class SaverEngine:
         """
         if self._listener is not None and self._listener.is_calling():
             raise RuntimeError(
-                f"Hook.saved: must not use the Saver that calls it, as each could wait for the other; read checkpoints "
-                f"with another one, jstep.Saver({self.directory!r})"
+                "Hook.saved: must not use the Saver that calls it, as each could wait for the "
+                f"other; read checkpoints with another one, jstep.Saver({self.directory!r})"
             )
         return self._lock
 
     @contextlib.contextmanager
     def locked_finder(self) -> Iterator[CheckpointFinder]:
-        """Hold the lock, wait for the save in progress, whose error is raised, and give the finder."""
+        """Hold the lock, wait for a save in progress, whose error is raised; yield the finder."""
         with self.exclusive():
             self.wait()
             yield self.finder
@@ -122,12 +126,12 @@ class SaverEngine:
             return self._retention.counted_checkpoints()
 
     def best_records(self, steps: Sequence[int]) -> dict[int, BestRecord | None]:
-        """Return the evaluations for which checkpoints were kept, None for those that are not of a `KeepBest`."""
+        """Return the evaluations for which checkpoints were kept; None for one of no `KeepBest`."""
         with self.locked_finder() as finder:
             return finder.best_records(steps)
 
     def best(self, step: int) -> BestRecord | None:
-        """Return the evaluation for which a checkpoint was kept; None if it is not of a `KeepBest`."""
+        """Return the evaluation for which a checkpoint was kept; None if it is of no `KeepBest`."""
         with self.locked_finder() as finder:
             return finder.read(step, lambda found: found.best)
 
@@ -148,7 +152,9 @@ class SaverEngine:
                 leaves = StateLeaves(state)
                 array_names(leaves)
                 leaves.left_out(self.leave_out)
-            problem = f"{self.prefix}-* in {self.directory} cannot be written; see the error of process 0"
+            problem = (
+                f"{self.prefix}-* in {self.directory} cannot be written; see the error of process 0"
+            )
             # If the first process fails, all raise: a process that continued would wait forever.
             processes.share_errors(self._claim_on_first, problem, CheckpointError)
 
@@ -166,18 +172,21 @@ class SaverEngine:
         return path
 
     def _agree_on_save(self) -> list[int]:
-        """Return a random ID of this save, and its time in microseconds: those of the first process.
+        """Return a random ID of this save, and its time in microseconds: the first process's.
 
         All processes start the save, or all raise.
         """
 
         def propose() -> tuple[int, int]:
-            # In here, and not before the exchange: only the process whose write failed knows it, and all must raise.
+            # In here, and not before the exchange: only the process whose write failed knows it,
+            # and all must raise.
             self.wait()
             self._claim_on_first()
             return secrets.randbits(31), max(0, int(time.time() * 1e6))
 
-        problem = f"{self.prefix}-* in {self.directory} cannot be saved; see the error of another process"
+        problem = (
+            f"{self.prefix}-* in {self.directory} cannot be saved; see the error of another process"
+        )
         return processes.first_ints_on_all(propose, 2, problem, CheckpointError)
 
     def _save(self, state: Tree, extra: CheckpointExtra, attempt_id: int, saved_at: float) -> str:
@@ -237,16 +246,17 @@ class SaverEngine:
         except Exception as error:
             if processes.is_single_process():
                 self._give_up(error)
-            # The others have begun to save, and continue. So this process does, too: all raise this error at the next
-            # exchange (`_agree_on_save`), as if the write had failed.
+            # The others have begun to save, and continue. So this process does, too: all raise this
+            # error at the next exchange (`_agree_on_save`), as if the write had failed.
             post_failure(attempt_id, jax.process_index(), error)
             self._failure = error
         return path
 
     def _find_copied_params(self, leaves: StateLeaves, saved: SavedState) -> set[str] | None:
-        """Return the names of the parameters' arrays, if the thread of the save finds whether their copies are finite.
+        """Return the names of the parameters' arrays, if the thread of the save checks them.
 
-        None if only the state shows it: a device or another process has a part of it, or it is not in the copies.
+        The thread finds whether their copies are finite. None if only the state shows it: a device
+        or another process has a part of it, or it is not in the copies.
         """
         if not self._is_async or jax.process_count() > 1 or saved.left_out:
             return None
@@ -270,7 +280,9 @@ class SaverEngine:
         if path is not None and processes.is_process_0():
             self._store.abandon(path)
         what = path or "the last checkpoint"
-        failure = CheckpointError(f"{what} was not saved: {describe_error(error)}. Earlier checkpoints are unchanged.")
+        failure = CheckpointError(
+            f"{what} was not saved: {describe_error(error)}. Earlier checkpoints are unchanged."
+        )
         for text in getattr(error, "__notes__", ()):  # such as the hook whose `flush` raised it
             exceptions.note(failure, text)
         raise failure from error
@@ -301,7 +313,7 @@ class SaverEngine:
             self._saving = None
 
     def wait_until_finished(self) -> None:
-        """Wait until the save in progress has ended; unlike `wait`, leave its error to the next call."""
+        """Wait for the save in progress; unlike `wait`, leave its error to the next call."""
         with self.exclusive():
             error = self._store.wait()
             self._failure = self._failure or error
@@ -312,12 +324,18 @@ class SaverEngine:
 
     @property
     def published(self) -> Published | None:
-        """The newest checkpoint of this Saver that is on disk; None before the first one, and on other processes."""
+        """The newest checkpoint of this Saver that is on disk.
+
+        None before the first one, and on other processes.
+        """
         return self._retention.published
 
     @property
     def write_secs(self) -> float | None:
-        """The seconds of the latest save in the background, with the deletions after it; None until they have ended."""
+        """The seconds of the latest save in the background, with the deletions after it.
+
+        None until they have ended.
+        """
         return self._retention.write_secs
 
     # Deletions, and the end.
@@ -329,7 +347,8 @@ class SaverEngine:
             path = self._store.find_path(self.prefix, step)
             if processes.any_process(path is None):
                 raise FileNotFoundError(
-                    f"step={step}: there is no checkpoint {format_name(self.prefix, step)} in {self.directory}"
+                    f"step={step}: there is no checkpoint {format_name(self.prefix, step)} "
+                    f"in {self.directory}"
                 )
             assert path is not None
             if self._listener is not None:
@@ -344,7 +363,7 @@ class SaverEngine:
             processes.share_errors(delete_on_first, problem, CheckpointError)
 
     def delete_alone(self, step: int) -> None:
-        """Delete a checkpoint as `delete` does, without the other processes, none of which still uses it.
+        """Delete a checkpoint like `delete`, but alone: no other process still uses it.
 
         The caller has claimed the prefix before: `claim` needs all processes.
         """
@@ -369,7 +388,10 @@ class SaverEngine:
 
 
 def _averages_of(state: Tree) -> tuple[str, ...] | None:
-    """Return the slots that are declared as averages of the parameters; None if nobody declared what the slots are."""
+    """Return the slots that are declared as averages of the parameters.
+
+    None if nobody declared what the slots are.
+    """
     roles = roles_in(state)
     return tuple(sorted(roles.averages & state.slots.keys())) if roles else None
 
@@ -388,8 +410,9 @@ def _step_of(state: Tree) -> int:
         steps = np.unique(np.asarray(step))
         if len(steps) != 1:
             raise ValueError(
-                f"state: global_step has the shape {np.shape(step)} and the values {steps[:5].tolist()}: must be one "
-                "step, which names the checkpoint; save the members on their own"
+                f"state: global_step has the shape {np.shape(step)} and the values "
+                f"{steps[:5].tolist()}: must be one step, which names the checkpoint; save the "
+                "members on their own"
             )
         step = steps[0]
     number = as_int(step, "state: global_step", 0)

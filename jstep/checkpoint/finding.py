@@ -27,7 +27,8 @@ from jstep.stores.urls import is_url
 _T = TypeVar("_T")
 
 _MAX_READS = 10
-"""Reads until one is complete: a writer evicts one checkpoint per save, and a read takes no longer than a few saves."""
+"""Reads until one is complete: a writer evicts one checkpoint per save, and a read takes no longer
+than a few saves."""
 _KINDS_OF_ERRORS = (
     GoneError,
     CorruptedCheckpointError,
@@ -37,7 +38,8 @@ _KINDS_OF_ERRORS = (
     PermissionError,
     OSError,
 )
-"""The errors of the first process that the other processes raise, too; the last one stands for any other error."""
+"""The errors of the first process that the other processes raise, too; the last one stands for any
+other error."""
 
 
 class CheckpointFinder:
@@ -52,7 +54,8 @@ class CheckpointFinder:
         """Open the checkpoint of a step, or the newest one, which the first process finds for all.
 
         Raises:
-            GoneError: The newest checkpoint was deleted after it was listed, so that there may be another one.
+            GoneError: The newest checkpoint was deleted after it was listed, so that there may be
+                another one.
             FileNotFoundError: There is no checkpoint, or not the requested one.
         """
         if processes.is_single_process():
@@ -77,7 +80,7 @@ class CheckpointFinder:
         raise self._missing(step)
 
     def read(self, step: int | None, read: Callable[[OpenCheckpoint], _T]) -> _T:
-        """Open a checkpoint and read it; if it is evicted meanwhile, choose again which one to read."""
+        """Open and read a checkpoint; if it is evicted meanwhile, choose again which to read."""
         for _ in range(_MAX_READS - 1):
             with contextlib.suppress(GoneError):
                 return read(self.open(step))
@@ -106,7 +109,9 @@ class CheckpointFinder:
         return {step: None if fields is None else BestRecord(*fields) for step, fields in records}
 
     def _open(self, path: str, step: int) -> OpenCheckpoint:
-        return OpenCheckpoint(self._store, self._prefix, path, self._manifest(path, step), self._told)
+        return OpenCheckpoint(
+            self._store, self._prefix, path, self._manifest(path, step), self._told
+        )
 
     def _missing(self, step: int) -> FileNotFoundError:
         name = format_name(self._prefix, step)
@@ -115,7 +120,8 @@ class CheckpointFinder:
         content = f"steps {steps}" if steps else "no checkpoints"
         clause = f"since {lacks}; the directory has {content}" if lacks else f"which has {content}"
         return FileNotFoundError(
-            f"step={step}: there is no complete checkpoint {name} in {self._store.directory}, {clause}"
+            f"step={step}: there is no complete checkpoint {name} in "
+            f"{self._store.directory}, {clause}"
         )
 
     def _manifest(self, path: str, step: int) -> Manifest:
@@ -124,7 +130,8 @@ class CheckpointFinder:
         except FileNotFoundError:
             raise gone(path) from None
         except UnsupportedFormatError as error:
-            # No advice about older checkpoints: this one is intact, and a run that went back would lose steps.
+            # No advice about older checkpoints: this one is intact, and a run that went back would
+            # lose steps.
             raise UnsupportedFormatError(f"{path} {IS_UNREADABLE}: {error}.") from error
         except CheckpointError as error:
             raise self._unusable(path, str(error), is_corrupted=True) from error
@@ -134,11 +141,16 @@ class CheckpointFinder:
             problem = f"{describe_error(error)}; make it readable for this user"
             raise self._unusable(path, problem, is_corrupted=False) from error
         if manifest.step != step:
-            raise self._unusable(path, misnaming_text(self._prefix, step, manifest.step), is_corrupted=False)
+            raise self._unusable(
+                path, misnaming_text(self._prefix, step, manifest.step), is_corrupted=False
+            )
         return manifest
 
     def _newest(self) -> tuple[int, str]:
-        """Return the highest step and its path; older ones are never restored silently if it is incomplete."""
+        """Return the highest step and its path.
+
+        Older ones are never restored silently if it is incomplete.
+        """
         step, path = next(self._store.newest_first(self._prefix), (-1, ""))
         broken = self._store.find_broken(self._prefix, step)
         if broken:
@@ -146,8 +158,12 @@ class CheckpointFinder:
             raise self._unusable(broken_path, lacks, is_corrupted=True)
         if step < 0:
             other = next((found for _, found in self._store.newest_first(None)), None)
-            hint = f"; it has {printable(other)}: give its prefix, Saver(directory, prefix=…)" if other else ""
-            raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}{hint}")
+            hint = ""
+            if other:
+                hint = f"; it has {printable(other)}: give its prefix, Saver(directory, prefix=…)"
+            raise FileNotFoundError(
+                f"there is no checkpoint {self._prefix}-* in {self._store.directory}{hint}"
+            )
         return step, path
 
     def _unusable(self, path: str, problem: str, *, is_corrupted: bool) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""Matching of the leaves of a target to the leaves of a checkpoint, and the values of leaves without a match."""
+"""Matching of a target's leaves to those of a checkpoint, and the values of unmatched leaves."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,28 +23,37 @@ from jstep.state.sharding import MODEL_STATE
 from jstep.state.slots import choose_average, owners
 
 Names = Mapping[str, str] | Callable[[str], str | None]
-"""Path in the target → path in the checkpoint; leaves that are not mentioned (None) have the same path in both."""
-_FORM = "a mapping from paths of the target to paths in the checkpoint, or a function (path) -> path or None"
+"""Path in the target → path in the checkpoint; leaves that are not mentioned (None) have the same
+path in both."""
+_FORM = (
+    "a mapping from paths of the target to paths in the checkpoint, or a function "
+    "(path) -> path or None"
+)
 _KIND_ADVICE = (
-    "pass an array or a shape for each leaf, such as jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))"
+    "pass an array or a shape for each leaf, such as jax.eval_shape(lambda: "
+    "jstep.TrainState.create(params, optimizer))"
 )
 _Kind = tuple[tuple[int, ...], str]
 _OTHER_PATHS = (
-    "Saver.restore(target, partial=True) restores what fits, and names={…} maps leaves that have another path"
+    "Saver.restore(target, partial=True) restores what fits, and names={…} maps leaves "
+    "that have another path"
 )
 _OTHER_PARAMS = (
-    "names={…} maps leaves that have another path, and jstep.load_weights(path, target_params, partial=True) loads "
-    "what fits"
+    "names={…} maps leaves that have another path, and jstep.load_weights(path, target_params, "
+    "partial=True) loads what fits"
 )
 _OTHER_FORMAT = (
-    "slots are stored in another format, with or without jstep.compact, or in other blocks: restore a target of the "
-    "optimizer that saved them, then state = jstep.repack(state, old_optimizer, new_optimizer)"
+    "slots are stored in another format, with or without jstep.compact, or in other blocks: "
+    "restore a target of the optimizer that saved them, then state = jstep.repack(state, "
+    "old_optimizer, new_optimizer)"
 )
 _GUARDS = (Role.LAST_FINITE, Role.LOSS_SCALE, Role.SCALE_SINCE)
 
 
 class LeafCopy(NamedTuple):
-    """How a leaf that the checkpoint lacks starts as a copy; `original` and `half` are indices of target leaves.
+    """How a leaf that the checkpoint lacks starts as a copy.
+
+    `original` and `half` are indices of target leaves.
 
     Attributes:
         original: The leaf to copy.
@@ -58,12 +67,13 @@ class LeafCopy(NamedTuple):
 
 
 class FreshAge(NamedTuple):
-    """How an age starts whose slots are new: with as many updates as the slots of the target have had.
+    """How the age of new slots starts: with as many updates as the slots of the target have had.
 
     Attributes:
-        step: The index of the leaf with the step of the state; None if the age is a number of updates itself, as in
-            the states of Optax.
-        target_step, target_start: The values of the target: their difference is the number of updates.
+        step: The index of the leaf with the step of the state; None if the age is a number of
+            updates itself, as in the states of Optax.
+        target_step, target_start: The values of the target, whose difference is the number of
+            updates.
     """
 
     step: int | None
@@ -75,15 +85,16 @@ class FreshAge(NamedTuple):
 class WantedLeaf(targets.TargetLeaf[Leaf | None]):
     """A leaf of a target, and the saved leaf to restore into it.
 
-    It is restored from `source`, and `half` if set; or it starts as a `fresh_age`, whatever its source is; or as a
-    `copy`. If none of these is set, see `keep_target_leaf`.
+    It is restored from `source`, and `half` if set; or it starts as a `fresh_age`, whatever its
+    source is; or as a `copy`. If none of these is set, see `keep_target_leaf`.
 
     Attributes:
         is_guard: Whether it belongs to a guard that the saved state did not have.
         is_draw: Whether it counts draws, and the state was saved before they were counted.
         left_out: Set if the checkpoint leaves the leaf out: the target's value is used.
         half: The other half of the source, if the leaf is the value of both.
-        fresh_age: Set if the leaf is an age, and no leaf that it counts for was restored: the source is not used.
+        fresh_age: Set if the leaf is an age, and no leaf that it counts for was restored: the
+            source is not used.
         shares_age: Whether the leaf is new, and its age counts for restored leaves, too.
     """
 
@@ -98,7 +109,9 @@ class WantedLeaf(targets.TargetLeaf[Leaf | None]):
 
     @property
     def is_missing(self) -> bool:
-        return super().is_missing and not self.is_guard and not self.is_draw and self.left_out is None
+        return (
+            super().is_missing and not self.is_guard and not self.is_draw and self.left_out is None
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +119,8 @@ class CheckpointMatch(targets.TargetMatch[WantedLeaf]):
     """A match of a target and a checkpoint.
 
     Attributes:
-        has_other_format: Whether only one of them has slots that `compact` stores in halves, or their blocks differ.
+        has_other_format: Whether only one of them has slots that `compact` stores in halves, or
+            their blocks differ.
     """
 
     has_other_format: bool
@@ -115,11 +129,17 @@ class CheckpointMatch(targets.TargetMatch[WantedLeaf]):
 
 
 def match(
-    target: Tree, manifest: Manifest, averages: Sequence[str] | None, names: Names | None, checkpoint: str
+    target: Tree,
+    manifest: Manifest,
+    averages: Sequence[str] | None,
+    names: Names | None,
+    checkpoint: str,
 ) -> CheckpointMatch:
     """Find the saved leaf of each leaf of a target; `averages` name slots that replace params."""
     target_leaves = StateLeaves(target)
-    matcher = _LeafMatcher(target_leaves, roles_in(target), manifest, averages or (), names, checkpoint)
+    matcher = _LeafMatcher(
+        target_leaves, roles_in(target), manifest, averages or (), names, checkpoint
+    )
     leaves = [matcher.match_leaf(i) for i in range(len(target_leaves.paths))]
     if any(leaf.source is None for leaf in leaves):
         for i, copy in _plan_copies(target_leaves, leaves).items():
@@ -134,7 +154,8 @@ class _LeafMatcher:
 
     Attributes:
         renamed: Path in the target → path in the checkpoint, where `names` has another one.
-        has_other_format: Whether a leaf has been found that only one side stores in halves, or in other blocks.
+        has_other_format: Whether a leaf has been found that only one side stores in halves, or in
+            other blocks.
     """
 
     def __init__(
@@ -153,15 +174,20 @@ class _LeafMatcher:
         self._arrays = manifest.leaves_by_array
         # Leaves whose arrays the checkpoint has; and below, these with the ones that it leaves out.
         self._records = leaf_records.named_records(manifest.leaves)
-        saved: dict[str, Leaf | LeftOutLeaf] = {**leaf_records.named_records(manifest.left_out), **self._records}
+        saved: dict[str, Leaf | LeftOutLeaf] = {
+            **leaf_records.named_records(manifest.left_out),
+            **self._records,
+        }
         self.renamed = _renamed(names, target.paths, saved.keys(), checkpoint)
-        # The names of the leaves in the target, and in the checkpoint. A parameter that `use_averages` restores from
-        # its average has its own name in both, so that the saved parameter does not count as unused.
+        # The names of the leaves in the target, and in the checkpoint. A parameter that
+        # `use_averages` restores from its average has its own name in both, so that the saved
+        # parameter does not count as unused.
         self._target_names = leaf_records.unique(target.paths)
         self._saved_names = [self.renamed.get(name, name) for name in self._target_names]
         self._matched = match_paths(self._saved_names, saved)
         self._kinds = [
-            targets.target_kind(*pair, _KIND_ADVICE) for pair in zip(target.values, target.paths, strict=True)
+            targets.target_kind(*pair, _KIND_ADVICE)
+            for pair in zip(target.values, target.paths, strict=True)
         ]
         self._step_shape: Sequence[int] = ()
         for keys, kind in zip(target.keys, self._kinds, strict=True):
@@ -175,15 +201,22 @@ class _LeafMatcher:
         source = self._matched.found[i]
         record = source if isinstance(source, Leaf) else None
         # Without roles, nothing says which leaves of a target are halves.
-        if self._has_roles and record is not None and (record.half is not None or i in self._target.halves):
+        if (
+            self._has_roles
+            and record is not None
+            and (record.half is not None or i in self._target.halves)
+        ):
             # One side stores it in halves, or both do.
             if self._kind_of_half(i) != self._kind_of_saved_half(record):
                 self.has_other_format = True
         if self.renamed or self._averages:
             average = self._find_average(i, name)
             if average is not None:
-                return self._wanted_leaf(i, name, source=average, half=leaf_records.other_half(average, self._arrays))
-        # The role of a scalar slot, such as an age; a slot with an array for each parameter has longer keys.
+                return self._wanted_leaf(
+                    i, name, source=average, half=leaf_records.other_half(average, self._arrays)
+                )
+        # The role of a scalar slot, such as an age; a slot with an array for each parameter has
+        # longer keys.
         role = self._roles.get(keys[1]) if len(keys) == 2 and keys[0] == SLOTS else None
         if source is None:
             return self._wanted_leaf(i, name, is_guard=role in _GUARDS, is_draw=role is Role.DRAWN)
@@ -202,7 +235,9 @@ class _LeafMatcher:
             return self._wanted_leaf(i, name, left_out=source)
         return self._wanted_leaf(i, name, source=source)
 
-    def _wanted_leaf(self, i: int, name: str, source: Leaf | None = None, **fields: Any) -> WantedLeaf:
+    def _wanted_leaf(
+        self, i: int, name: str, source: Leaf | None = None, **fields: Any
+    ) -> WantedLeaf:
         value = self._target.values[i]
         shape, dtype = targets.kind_of_data(value, self._kinds[i])
         return WantedLeaf(
@@ -217,7 +252,7 @@ class _LeafMatcher:
         )
 
     def _find_average(self, i: int, name: str) -> Leaf | None:
-        """Return the average that is restored in place of a parameter, if the checkpoint has one that fits."""
+        """Return the average that replaces a parameter, if the checkpoint has one that fits."""
         shape, dtype = self._kinds[i]
         if self._target_names[i] in self.renamed:
             # `names`, which names this leaf, counts more than `use_averages`, which is for all.
@@ -227,7 +262,7 @@ class _LeafMatcher:
         return None if average is None or average.shape != shape else average
 
     def _kind_of_half(self, i: int) -> _Kind | None:
-        """Return shape and dtype of the other half of a leaf of the target; None if it is not stored in halves."""
+        """Return shape and dtype of a target leaf's other half; None if not stored in halves."""
         half = self._target.halves.get(i)
         if half is None:
             return None
@@ -239,10 +274,13 @@ class _LeafMatcher:
         return None if half is None else (half.shape, half.dtype)
 
     def unused(self) -> list[str]:
-        """Return the names of saved leaves that no leaf of the target has, after all have been matched."""
-        # A parameter that `names` replaces by its average is no more left over than one that `use_averages` replaces.
+        """Return the names of saved leaves that no target leaf has, after all have been matched."""
+        # A parameter that `names` replaces by its average is no more left over than one that
+        # `use_averages` replaces.
         replaced = {path for path, name in self.renamed.items() if path != name}
-        unused = [name for name in self._matched.unused if name in self._records and name not in replaced]
+        unused = [
+            name for name in self._matched.unused if name in self._records and name not in replaced
+        ]
         if self._averages:
             # Averages are restored into any target, for evaluation.
             return [name for name in unused if not name.startswith(f"{SLOTS}/")]
@@ -250,7 +288,7 @@ class _LeafMatcher:
 
 
 def _named_average(keys: Keys, dtype: Any, source: Leaf | None) -> Leaf | None:
-    """Return a slot that `names` gives to a parameter: it is cast, and decoded, as `use_averages` does."""
+    """Return a slot that `names` gives to a parameter, cast and decoded as by `use_averages`."""
     if source is None or source.keys[0] != SLOTS or keys[0] != PARAMS:
         return None
     if source.key_impl is not None or not trees.is_floating(dtype):
@@ -278,8 +316,9 @@ def _plan_copies(target: StateLeaves, leaves: Sequence[WantedLeaf]) -> dict[int,
 def _originals_of_copies(target: StateLeaves) -> dict[int, list[int]]:
     """Return the slots that start as copies → their originals in order of preference, as indices.
 
-    A slot inside `master_weights` starts as a copy of the master, or if the checkpoint has none, of the parameter. With
-    `lookahead` there, the slow weights have the originals `[master, parameter]`, and the master has `[parameter]`.
+    A slot inside `master_weights` starts as a copy of the master, or if the checkpoint has none, of
+    the parameter. With `lookahead` there, the slow weights have the originals
+    `[master, parameter]`, and the master has `[parameter]`.
     """
     originals: dict[int, list[int]] = {}
     for state, indices in target.states:
@@ -290,7 +329,9 @@ def _originals_of_copies(target: StateLeaves) -> dict[int, list[int]]:
             if name not in state.slots:
                 continue
             owners_of_leaves = owners(name, state.slots[name], state.params, roles)
-            for owner, index in zip(owners_of_leaves, jax.tree.leaves(indices.slots[name]), strict=True):
+            for owner, index in zip(
+                owners_of_leaves, jax.tree.leaves(indices.slots[name]), strict=True
+            ):
                 if owner is not None:
                     copies.append((roles[name], owner, index))
         masters = {owner: index for role, owner, index in copies if role is Role.MASTER}
@@ -339,7 +380,7 @@ def _ages(target: StateLeaves) -> list[_Age]:
 
 
 def _match_age(age: _Age, leaves: list[WantedLeaf], renamed: Mapping[str, str]) -> None:
-    """Start an age anew if no leaf that it counts for was restored; otherwise note which of these are new."""
+    """Start an age anew if no leaf that it counts for was restored; otherwise note the new ones."""
     leaf = leaves[age.leaf]
     new = [i for i in age.counted if leaves[i].source is None]
     if len(new) < len(age.counted):
@@ -351,19 +392,31 @@ def _match_age(age: _Age, leaves: list[WantedLeaf], renamed: Mapping[str, str]) 
     if not age.counted and leaf.source is not None:
         return  # it counts for no leaf, and is as old as the checkpoint says
     target_step = None if age.step is None else leaves[age.step].leaf
-    leaves[age.leaf] = dataclasses.replace(leaf, fresh_age=FreshAge(age.step, target_step, leaf.leaf))
+    leaves[age.leaf] = dataclasses.replace(
+        leaf, fresh_age=FreshAge(age.step, target_step, leaf.leaf)
+    )
 
 
 def _difference(
-    source: Leaf | LeftOutLeaf, *, path: str, keys: Keys, wanted: _Kind, step_shape: Sequence[int], role: Role | None
+    source: Leaf | LeftOutLeaf,
+    *,
+    path: str,
+    keys: Keys,
+    wanted: _Kind,
+    step_shape: Sequence[int],
+    role: Role | None,
 ) -> str:
-    """Describe how a saved leaf differs from the wanted one, such that it cannot be restored; empty if it can."""
+    """Describe how a saved leaf differs from the wanted one; empty if it can be restored."""
     saved = source.shape, source.dtype
     if saved == wanted:
         return ""
     if isinstance(source, Leaf):
         # A held hyperparameter is a float64 if and only if 64-bit types are on.
-        is_held = role is Role.HELD and saved[0] == wanted[0] and {saved[1], wanted[1]} == {"float32", "float64"}
+        is_held = (
+            role is Role.HELD
+            and saved[0] == wanted[0]
+            and {saved[1], wanted[1]} == {"float32", "float64"}
+        )
         if is_held or _is_converted(keys, saved, wanted, step_shape):
             return ""
     left_out = "left out as " if isinstance(source, LeftOutLeaf) else ""
@@ -371,38 +424,49 @@ def _difference(
 
 
 def _is_converted(keys: Keys, saved: _Kind, wanted: _Kind, step_shape: Sequence[int]) -> bool:
-    """Return whether a leaf is a step count that was saved with 32 bits and is wanted with 64, or the other way round.
+    """Return whether a leaf is a step count saved with 32 bits and wanted with 64, or vice versa.
 
     Args:
         step_shape: The shape of the global step: in a population, that of the slots' counts, too.
     """
     shape, dtype = saved
     wanted_shape, wanted_dtype = wanted
-    if shape != wanted_shape or {dtype, wanted_dtype} != leaf_records.COUNT_DTYPES or PARAMS in keys:
+    if (
+        shape != wanted_shape
+        or {dtype, wanted_dtype} != leaf_records.COUNT_DTYPES
+        or PARAMS in keys
+    ):
         return False
     if keys[-1] == GLOBAL_STEP:
         return True
     return keys[0] == SLOTS and shape in ((), tuple(step_shape))
 
 
-def check(result: CheckpointMatch, partial: bool, checkpoint: str, *, params_only: bool = False) -> None:
-    """Reject a match from which a state cannot be restored; if `partial`, leaves that do not fit are skipped."""
+def check(
+    result: CheckpointMatch, partial: bool, checkpoint: str, *, params_only: bool = False
+) -> None:
+    """Reject a match from which no state can be restored; `partial` skips leaves that differ."""
     differences = result.differences()
     if result.has_other_format or (differences and not partial):
         if result.has_other_format:
             advice = _OTHER_FORMAT
         else:
             advice = _OTHER_PARAMS if params_only else _OTHER_PATHS
-        raise ValueError(f"target does not fit {checkpoint}{differences}. Nothing was restored; {advice}.")
-    if result.wanted and all(want.source is None and want.left_out is None for want in result.wanted):
+        raise ValueError(
+            f"target does not fit {checkpoint}{differences}. Nothing was restored; {advice}."
+        )
+    is_empty = all(want.source is None and want.left_out is None for want in result.wanted)
+    if result.wanted and is_empty:
         advice = "names={…} maps leaves that have another path"
         raise ValueError(
-            f"target has nothing in common with {checkpoint}{differences}. Nothing was restored; {advice}."
+            f"target has nothing in common with {checkpoint}{differences}. Nothing was "
+            f"restored; {advice}."
         )
     if any(want.path == GLOBAL_STEP and want.source is None for want in result.wanted):
         raise ValueError(
-            f"partial=True: {checkpoint} has no global_step that fits{differences}; a trained state whose step starts "
-            "at 0 would repeat its schedule and its data. Pass a target without a step, such as {'params': params}."
+            f"partial=True: {checkpoint} has no global_step that fits{differences}; a trained "
+            "state whose step starts at 0 would repeat its schedule and its data. Pass a target "
+            "without a step, such as {'params': params}."
         )
 
 
@@ -413,14 +477,15 @@ def check_run(state: Tree, manifest: Manifest, checkpoint: str) -> None:
         check(result, partial=False, checkpoint=checkpoint)
     except ValueError as error:
         unmatched = [want.path for want in result.wanted if want.is_missing or want.problem]
-        differing = {_part(path) for path in (*unmatched, *result.unused)} & {PARAMS, SLOTS, MODEL_STATE}
+        parts = {_part(path) for path in (*unmatched, *result.unused)}
+        differing = parts & {PARAMS, SLOTS, MODEL_STATE}
         if result.has_other_format or not differing:
             raise
         raise ValueError(
             f"checkpoint_dir: {checkpoint.rpartition('/')[2]} was saved by a run with another "
-            f"{'optimizer' if differing == {SLOTS} else 'model'}: its {' and '.join(sorted(differing))} differ from "
-            f"those of state; give a new run another checkpoint_dir, see docs: help/errors#another-run. In detail, "
-            f"{error}"
+            f"{'optimizer' if differing == {SLOTS} else 'model'}: its "
+            f"{' and '.join(sorted(differing))} differ from those of state; give a new run another "
+            f"checkpoint_dir, see docs: help/errors#another-run. In detail, {error}"
         ) from None
 
 
@@ -431,7 +496,9 @@ def _part(path: str) -> str:
     return path.partition("/")[0]
 
 
-def _renamed(names: Names | None, paths: Sequence[str], saved: Collection[str], checkpoint: str) -> dict[str, str]:
+def _renamed(
+    names: Names | None, paths: Sequence[str], saved: Collection[str], checkpoint: str
+) -> dict[str, str]:
     """Return path in the target → path in the checkpoint, for paths that differ."""
     is_mapping = isinstance(names, Mapping)
     renamed: dict[str, str] = {}
@@ -441,9 +508,10 @@ def _renamed(names: Names | None, paths: Sequence[str], saved: Collection[str], 
         other = _saved_path(given, saved)
         # A function that returns a path unchanged does not imply that the checkpoint has it.
         if other not in saved and (other != path or is_mapping):
+            suggestion = trees.suggest_names(str(other), sorted(saved))
             raise ValueError(
-                f"names: {path!r} should be restored from {other!r}, which {checkpoint} does not have"
-                + trees.suggest_names(str(other), sorted(saved))
+                f"names: {path!r} should be restored from {other!r}, which {checkpoint} does not "
+                f"have{suggestion}"
             )
         renamed[path] = other
     return renamed
@@ -452,13 +520,15 @@ def _renamed(names: Names | None, paths: Sequence[str], saved: Collection[str], 
 def _saved_path(name: str, saved: Collection[str]) -> str:
     """Return a path in the checkpoint.
 
-    TF's name of a slot, `w/ExponentialMovingAverage`, has the parameter first, and neither scopes nor labels.
+    TF's name of a slot, `w/ExponentialMovingAverage`, has the parameter first, and neither scopes
+    nor labels.
     """
     if name in saved:
         return name
     parts = str(name).split("/")
     if len(parts) == 1:
-        # The name of a whole slot; not a parameter without its "params/", which would become a slot's value silently.
+        # The name of a whole slot; not a parameter without its "params/", which would become a
+        # slot's value silently.
         return f"{SLOTS}/{name}" if f"{SLOTS}/{name}" in saved else name
     # A parameter's path may have several parts: each division of the name into two is tried.
     swapped_names = ["/".join([*parts[i:], *parts[:i]]) for i in range(1, len(parts))]
@@ -471,9 +541,10 @@ def _saved_path(name: str, saved: Collection[str]) -> str:
 
 
 def find_average(name: str, saved: Mapping[str, Leaf], averages: Sequence[str]) -> Leaf | None:
-    """Return the average of a parameter, or of a leaf of the model state, in one of some slots; None if there is none.
+    """Return the average of a parameter or model state leaf in one of some slots, or None.
 
-    Slots have the averages of parameters at the paths of these, and those of the model state below its name.
+    Slots have the averages of parameters at the paths of these, and those of the model state below
+    its name.
     """
     if f"{name}/".startswith(f"{PARAMS}/"):
         path_in_slot = name.removeprefix(PARAMS)
@@ -484,7 +555,8 @@ def find_average(name: str, saved: Mapping[str, Leaf], averages: Sequence[str]) 
     found = {f"{SLOTS}/{slot}{path_in_slot}" for slot in averages} & saved.keys()
     if len(found) > 1:
         raise ValueError(
-            f"use_averages={list(averages)}: several of these slots have an average of {name!r}; give one of them"
+            f"use_averages={list(averages)}: several of these slots have an average of "
+            f"{name!r}; give one of them"
         )
     return next((saved[path] for path in found), None)
 
@@ -493,17 +565,22 @@ def full_names(averages: Sequence[str], manifest: Manifest, checkpoint: str) -> 
     """Return the full names of the slots that `use_averages` names.
 
     Raises:
-        ValueError: A name is not that of one average; or of a slot, if the checkpoint does not note what is an average.
+        ValueError: A name is not that of one average; or of a slot, if the checkpoint does not note
+            what is an average.
     """
     full = list(averages)
     if manifest.averages is not None:
-        full = [choose_average(name, manifest.averages, "use_averages", checkpoint) for name in averages]
+        full = [
+            choose_average(name, manifest.averages, "use_averages", checkpoint) for name in averages
+        ]
     for slot in full:
         if not any(f"{leaf.path}/".startswith(f"{SLOTS}/{slot}/") for leaf in manifest.leaves):
-            slots = sorted({leaf.keys[1] for leaf in manifest.leaves if leaf.keys[0] == SLOTS and len(leaf.keys) > 1})
+            keys_of_slots = [leaf.keys for leaf in manifest.leaves if leaf.keys[0] == SLOTS]
+            slots = sorted({keys[1] for keys in keys_of_slots if len(keys) > 1})
             raise ValueError(
-                f"use_averages: {checkpoint} has no slot {slot!r}{trees.suggest_names(slot, slots)}; it has {slots}. "
-                "If one of these has the averages, name it, as in use_averages='ema'; "
+                f"use_averages: {checkpoint} has no slot "
+                f"{slot!r}{trees.suggest_names(slot, slots)}; it has {slots}. If one of these has "
+                "the averages, name it, as in use_averages='ema'; "
                 "jstep.with_moving_average(optimizer, ema) keeps averages."
             )
     return full
@@ -512,7 +589,9 @@ def full_names(averages: Sequence[str], manifest: Manifest, checkpoint: str) -> 
 # The values of leaves that have no source, and of all leaves without a target.
 
 
-def nest_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: Sequence[str] | None) -> dict[str, Any]:
+def nest_values(
+    leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: Sequence[str] | None
+) -> dict[str, Any]:
     """Return nested dicts of NumPy arrays, with `averages`, if given, in place of params."""
     records = leaf_records.named_records(leaves)
     stored = {leaf.array: leaf for leaf in leaves}
@@ -545,18 +624,21 @@ def copy_leaf(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
         return targets.place_leaf(wanted, np.asarray(original))
     array = move_to_devices(original)
     sharding = wanted.sharding
-    # The program that copies also places the copy, if that is wanted on the devices on which it runs: those of the
-    # original.
+    # The program that copies also places the copy, if that is wanted on the devices on which it
+    # runs: those of the original.
     is_on_devices = sharding is not None and not is_of_host(sharding)
     can_place = is_on_devices and sharding.device_set == array.sharding.device_set
-    cast = jax.jit(lambda x: jnp.array(x, wanted.dtype, copy=True), out_shardings=sharding if can_place else None)
+    cast = jax.jit(
+        lambda x: jnp.array(x, wanted.dtype, copy=True),
+        out_shardings=sharding if can_place else None,
+    )
     if can_place or sharding is None:
         return cast(array)
     return jax.device_put(cast(array), sharding)
 
 
 def start_age(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
-    """Return the `start_step` of new slots: the restored step, less the updates that the target's slots have had."""
+    """Return the `start_step` of new slots: the restored step less the target slots' updates."""
     assert wanted.fresh_age is not None
     index, target_step, target_start = wanted.fresh_age
     if index is None:
@@ -566,7 +648,8 @@ def start_age(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
         # A target of shapes has had no updates.
         target_step = np.zeros(wanted.shape, wanted.dtype)
         target_start = target_step
-    if isinstance(step, jax.Array) and not step.is_fully_addressable:  # of a population, on several processes
+    if isinstance(step, jax.Array) and not step.is_fully_addressable:
+        # The step of a population, on several processes.
         start = step - (jnp.asarray(target_step) - jnp.asarray(target_start)).astype(step.dtype)
         return jax.device_put(start.astype(wanted.dtype), wanted.sharding)
     updates = np.asarray(target_step) - np.asarray(target_start)
@@ -574,10 +657,10 @@ def start_age(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
 
 
 def keep_target_leaf(wanted: WantedLeaf, step: int) -> Any:
-    """Return a copy of a leaf that nothing is restored into; a guard's step becomes the checkpoint's.
+    """Return a copy of a leaf into which nothing is restored; a guard's step is the checkpoint's.
 
-    Draws begin at 0, whatever the target has: they number the updates of one step, and the checkpoint's step has had
-    none yet.
+    Draws begin at 0, whatever the target has: they number the updates of one step, and the
+    checkpoint's step has had none yet.
     """
     leaf = wanted.leaf
     if wanted.is_draw:

@@ -1,4 +1,4 @@
-"""Names, prefixes and directories of checkpoints: the newest one there, and waiting for new ones."""
+"""Names, prefixes and directories of checkpoints: the newest one, and waiting for new ones."""
 
 import contextlib
 import math
@@ -17,7 +17,8 @@ from jstep.stores.untrusted import is_utf8
 from jstep.stores.urls import absolute, is_url, location
 
 _MAX_LENGTH = 180
-"""The maximum bytes of a prefix: file names have at most 255, of which the step and temporary suffixes take some."""
+"""The maximum bytes of a prefix: file names have at most 255, of which the step and temporary
+suffixes take some."""
 
 
 def checkpoint_name(prefix: str, step: int) -> str:
@@ -36,7 +37,7 @@ def checkpoint_name(prefix: str, step: int) -> str:
 
 
 def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = None) -> str | None:
-    """Return the path of the newest complete checkpoint (highest step), or None if the directory has none.
+    """Return the path of the newest complete checkpoint (highest step), or None if there is none.
 
     Args:
         directory: The directory of the checkpoints, a path or a URL; it may be missing.
@@ -48,7 +49,9 @@ def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = No
         None
     """
     prefix = None if prefix is None else as_prefix(prefix)
-    return next((path for _, path in open_store(as_directory(directory)).newest_first(prefix)), None)
+    return next(
+        (path for _, path in open_store(as_directory(directory)).newest_first(prefix)), None
+    )
 
 
 Skipped = Callable[[int, str, Exception], None]
@@ -65,24 +68,27 @@ def checkpoints_iterator(
     timeout: float | None = None,
     min_interval_secs: float = 0.0,
 ) -> Iterator[int]:
-    """Iterate over the steps of new checkpoints as they become complete, for an evaluator in another process.
+    """Iterate over the steps of newly completed checkpoints, for an evaluator in another process.
 
-    Each time, the newest checkpoint is returned if its step is higher than the previous one, beginning with the newest
-    existing checkpoint: steps only grow, and older ones are skipped. After a rewind (newer checkpoints were deleted,
-    and the run resumed from an older one) the next step is one above those before the rewind. Temporary checkpoints,
-    which a run has saved by itself, are skipped: the next one replaces them, perhaps before they are read. A checkpoint
-    that cannot be read (it is corrupted, or of another format) is skipped, too, with a warning.
+    Each time, the newest checkpoint is returned if its step is higher than the previous one,
+    beginning with the newest existing checkpoint: steps only grow, and older ones are skipped.
+    After a rewind (newer checkpoints were deleted, and the run resumed from an older one) the next
+    step is one above those before the rewind. Temporary checkpoints, which a run has saved by
+    itself, are skipped: the next one replaces them, perhaps before they are read. A checkpoint that
+    cannot be read (it is corrupted, or of another format) is skipped, too, with a warning.
 
     Args:
-        directory: The directory of the checkpoints, a path or a URL. A missing directory counts as an empty one.
+        directory: The directory of the checkpoints, a path or a URL. A missing directory counts as
+            an empty one.
         prefix: The prefix of the checkpoint names.
-        timeout: The seconds without a new checkpoint after which the iterator ends; 0 to return the existing one and
-            not wait; None to wait forever.
+        timeout: The seconds without a new checkpoint after which the iterator ends; 0 to return the
+            existing one and not wait; None to wait forever.
         min_interval_secs: The minimum seconds from one step to the next.
 
     Returns:
-        An iterator of steps, for `Saver.restore(target, step)`. While it waits, it polls once per second, or every 10
-        seconds at a URL. On several processes of a JAX program, all of them get the steps that the first one finds.
+        An iterator of steps, for `Saver.restore(target, step)`. While it waits, it polls once per
+        second, or every 10 seconds at a URL. On several processes of a JAX program, all of them get
+        the steps that the first one finds.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -103,7 +109,9 @@ def checkpoints_iterator(
     """
     path = as_directory(directory)
     name = as_prefix(prefix)
-    seconds = math.inf if timeout is None else as_number(timeout, "timeout", low=0.0, meaning="None waits forever")
+    seconds = math.inf
+    if timeout is not None:
+        seconds = as_number(timeout, "timeout", low=0.0, meaning="None waits forever")
     interval = as_number(min_interval_secs, "min_interval_secs", low=0.0)
     return _steps(open_store(path), name, seconds, interval)
 
@@ -127,11 +135,14 @@ def _steps(store: Store, prefix: str, timeout: float, interval: float) -> Iterat
         time.sleep(max(yielded_at + interval - time.monotonic(), 0.0))
 
 
-def newest_permanent(store: Store, prefix: str, newer_than: int = -1, skipped: Skipped | None = None) -> int | None:
-    """Return the newest step above another one whose checkpoint is not temporary; None if there is none.
+def newest_permanent(
+    store: Store, prefix: str, newer_than: int = -1, skipped: Skipped | None = None
+) -> int | None:
+    """Return the newest step above another one with a checkpoint that is not temporary, or None.
 
     Args:
-        skipped: Told of each checkpoint that cannot be read, which is then skipped. If None, its error is raised.
+        skipped: Told of each checkpoint that cannot be read, which is then skipped. If None, its
+            error is raised.
     """
     for step, path in store.newest_first(prefix):
         if step <= newer_than:
@@ -154,13 +165,17 @@ def _next(store: Store, prefix: str, newer_than: int, timeout: float, warn_once:
 
     from jstep.core import processes
 
-    # Querying the number of processes would start the backends, which a program that only watches does not need.
+    # Querying the number of processes would start the backends, which a program that only watches
+    # does not need.
     is_distributed = jax.distributed.is_initialized() and jax.process_count() > 1
     deadline = time.monotonic() + timeout
     is_first = not is_distributed or processes.is_process_0()
 
     def poll() -> tuple[int]:
-        """Return a new step, `_END` or `_WAIT`, in a tuple for `first_ints_on_all`, which takes the first process's."""
+        """Return a new step, `_END` or `_WAIT`, in a tuple.
+
+        `first_ints_on_all` takes that of the first process.
+        """
         newest = newest_permanent(store, prefix, newer_than, warn_once) if is_first else None
         if newest is not None:
             return (newest,)
@@ -168,7 +183,9 @@ def _next(store: Store, prefix: str, newer_than: int, timeout: float, warn_once:
 
     problem = f"{store.directory}: cannot be read: see the error of process 0"
     while True:
-        (step,) = processes.first_ints_on_all(poll, 1, problem, OSError) if is_distributed else poll()
+        (step,) = (
+            processes.first_ints_on_all(poll, 1, problem, OSError) if is_distributed else poll()
+        )
         if step != _WAIT:
             return step
         time.sleep(min(store.poll_secs, max(deadline - time.monotonic(), 0.0)))
@@ -178,10 +195,13 @@ def as_directory(directory: object) -> str:
     path = absolute(location(directory, "directory"))
     if not is_utf8(path) or ("\\" in path and os.sep != "\\"):
         raise ValueError(
-            f"directory={path!r}: must be UTF-8 without backslashes, or tensorstore cannot write there; give another"
+            f"directory={path!r}: must be UTF-8 without backslashes, or tensorstore cannot "
+            "write there; give another"
         )
     if not is_url(path) and os.path.lexists(path) and not os.path.isdir(path):
-        raise NotADirectoryError(f"directory={path!r}: must be a directory, but there is a file of that name")
+        raise NotADirectoryError(
+            f"directory={path!r}: must be a directory, but there is a file of that name"
+        )
     if not is_url(path) and _is_checkpoint(path):
         raise ValueError(
             f"directory={path!r}: must be a directory of checkpoints, got a checkpoint; pass "
@@ -191,7 +211,10 @@ def as_directory(directory: object) -> str:
 
 
 def _is_checkpoint(path: str) -> bool:
-    """Whether a directory has a manifest of jstep. Folders of web applications have other files of that name."""
+    """Whether a directory has a manifest of jstep.
+
+    Folders of web applications have other files of that name.
+    """
     with contextlib.suppress(OSError), open_regular(os.path.join(path, MANIFEST_FILE)) as file:
         return bool(file.read(len(MANIFEST_HEAD)) == MANIFEST_HEAD)
     return False
@@ -203,12 +226,13 @@ def as_prefix(prefix: object) -> str:
     is_name = text not in (".", "..") and not {"/", "\\", os.sep, "\0"} & set(text)
     if not is_name or not is_utf8(text) or len(text.encode()) > _MAX_LENGTH:
         raise ValueError(
-            f"prefix={format_value(text)}: must be {hint}, at most {_MAX_LENGTH} bytes; a path is `directory`"
+            f"prefix={format_value(text)}: must be {hint}, at most {_MAX_LENGTH} bytes; "
+            "a path is `directory`"
         )
     if listing.has_suffix(text):
         raise ValueError(
-            f"prefix={format_value(text)}: must contain none of {format_list(listing.SUFFIXES, 4)}, which name what is "
-            "not a checkpoint; give another"
+            f"prefix={format_value(text)}: must contain none of "
+            f"{format_list(listing.SUFFIXES, 4)}, which name what is not a checkpoint; give another"
         )
     return text
 

@@ -1,4 +1,4 @@
-"""Opening the checkpoints of a run in one call: lock the prefix, and open the checkpoint that the run resumes from."""
+"""Opening a run's checkpoints in one call: lock the prefix, open the one to resume from."""
 
 import contextlib
 from collections.abc import Callable
@@ -20,9 +20,11 @@ class OpenedForRun(NamedTuple):
 
     Attributes:
         checkpoint: The newest checkpoint; None if there is none, or if it cannot be opened.
-        state: Its state, if another run may delete it: then it is read at once. None to read it later.
+        state: Its state, if another run may delete it: then it is read at once. None to read it
+            later.
         is_claimed: Whether no other process may write now. A run that will save nothing only reads.
-        problem: Why the newest checkpoint cannot be used. It is not raised here, so that the start is recorded first.
+        problem: Why the newest checkpoint cannot be used. It is not raised here, so that the start
+            is recorded first.
     """
 
     checkpoint: OpenCheckpoint | None = None
@@ -41,15 +43,16 @@ def open_for_run(
 ) -> OpenedForRun:
     """Claim the prefix, and open the newest checkpoint.
 
-    In this order: nobody else saves or deletes once the prefix is claimed, so the checkpoint that is opened is the one
-    to resume from, whatever an earlier start has still saved before. A run that will save nothing does not claim: it
-    would wait for the claim of a bucket whose writer was killed, for nothing.
+    In this order: nobody else saves or deletes once the prefix is claimed, so the checkpoint that
+    is opened is the one to resume from, whatever an earlier start has still saved before. A run
+    that will save nothing does not claim: it would wait for the claim of a bucket whose writer was
+    killed, for nothing.
 
     Args:
         state: The state to save later, or its shapes.
         stop_step: The step at which the run ends.
-        check_latest: Raises an error if the processes have found different steps: the claim that follows is a
-            collective, which all of them must call, or none.
+        check_latest: Raises an error if the processes have found different steps: the claim that
+            follows is a collective, which all of them must call, or none.
         is_ended: Whether the run of a checkpoint at `stop_step`, or later, owes nothing more.
     """
     # The others would wait in `check_latest` for a process that cannot read the directory.
@@ -69,10 +72,18 @@ def open_for_run(
 
 
 def _read_ended(
-    saver: Saver, state: Tree, step: int, is_ended: Callable[[OpenCheckpoint], bool], reading: Reading
+    saver: Saver,
+    state: Tree,
+    step: int,
+    is_ended: Callable[[OpenCheckpoint], bool],
+    reading: Reading,
 ) -> OpenedForRun | None:
-    """Read the newest checkpoint of a run that has nothing left to do; None if it has, or was deleted meanwhile."""
-    StateLeaves(state).left_out(saver.leave_out)  # raises if it selects nothing of this state, as a save would
+    """Read the newest checkpoint of a run that has nothing left to do.
+
+    None if the run has something left to do, or the checkpoint was deleted meanwhile.
+    """
+    # It raises an error if it selects nothing of this state, as a save would.
+    StateLeaves(state).left_out(saver.leave_out)
 
     def read(found: OpenCheckpoint) -> OpenedForRun | None:
         if not is_ended(found):

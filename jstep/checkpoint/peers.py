@@ -1,12 +1,14 @@
-"""The processes of one save: each writes a part, the first one publishes the checkpoint, and the others wait for that.
+"""The processes of one save: each writes a part, and the first one publishes the checkpoint.
+
+The others wait for that.
 
     1. Each process but the first writes an empty file below `parts/` once it has written its part.
     2. The first process waits for these files, by one list at a time.
     3. The others wait until the checkpoint exists.
 
-A process that fails posts its error at JAX's coordination service, not below `parts/`: often it fails because it cannot
-write there. All that wait look for it. Only without the service, the error is in a file after all, and reaches the
-others by way of the first process.
+A process that fails posts its error at JAX's coordination service, not below `parts/`: often it
+fails because it cannot write there. All that wait look for it. Only without the service, the error
+is in a file after all, and reaches the others by way of the first process.
 
 With one process, nothing of this happens.
 """
@@ -23,12 +25,14 @@ from jstep.core.logs import logger
 from jstep.core.tables import printable
 
 OUTCOME_SECS = 1800.0
-"""Seconds without a heartbeat after which the others give up, once the first process has written its part."""
+"""Seconds without a heartbeat after which the others give up, once the first process has written
+its part."""
 _HEARTBEAT_SECS = 30.0
 """Seconds between two heartbeats of the first process, while it waits for parts that grow."""
 _FAILED = ".failed"
-"""The end of the name of a file in which a process reports to the first one why it has failed, without the service."""
-# What the first process writes at its `report_key`, one after the other. Anything else is its error.
+"""The end of the name of a file in which a process reports to the first one why it has failed,
+without the service."""
+# What the first process writes at its `report_key`, in this order. Anything else is its error.
 _BEGUN = b""
 """It writes its part."""
 _HEARTBEAT = b"waiting "
@@ -42,7 +46,10 @@ def _failure_key(attempt_id: int) -> str:
 
 
 def post_failure(attempt_id: int, process: int, error: BaseException) -> bool:
-    """Tell the others why a process has failed; return whether JAX's service has the error of this one or another."""
+    """Tell the others why a process has failed.
+
+    Return whether JAX's service has the error of this process or another one.
+    """
     return processes.post(_failure_key(attempt_id), f"process {process}: {_failure_text(error)}")
 
 
@@ -66,7 +73,9 @@ class Peers:
         own_secs: How long this process has taken to write its part.
     """
 
-    def __init__(self, attempt: Attempt, attempt_id: int, index: int, count: int, nbytes: int, own_bytes: int) -> None:
+    def __init__(
+        self, attempt: Attempt, attempt_id: int, index: int, count: int, nbytes: int, own_bytes: int
+    ) -> None:
         self._attempt = attempt
         self._id = attempt_id
         self.index = index
@@ -81,11 +90,14 @@ class Peers:
         self._heartbeats = 0
 
     def _report_key(self, process: int) -> str:
-        """Return the key of a process's report: that it has written its part; of the first process, the outcome."""
+        """Return the key of a process's report.
+
+        It reports that the process has written its part; the first process reports the outcome.
+        """
         return f"{PARTS}{self._id}.{process}"
 
     def begin(self) -> None:
-        """Let the others wait for the outcome; called on the first process before anything is written."""
+        """Let the others wait for the outcome; called on process 0 before anything is written."""
         self._tell(_BEGUN)
 
     def tell_part(self) -> None:
@@ -113,7 +125,11 @@ class Peers:
             else:
                 self._tell(data)
         except OSError as problem:
-            logger.warning("the failure of %s was not reported to other processes: %s", storage.path(""), problem)
+            logger.warning(
+                "the failure of %s was not reported to other processes: %s",
+                storage.path(""),
+                problem,
+            )
 
     def _check_none_failed(self) -> None:
         """Raise the error that a process has posted."""
@@ -123,13 +139,15 @@ class Peers:
 
     def _watch(self, processes: Sequence[int]) -> PartWatch:
         def progress(processes: Sequence[int]) -> Sequence[int]:
-            return self._attempt.storage.progress([self.part_keys[process] for process in processes])
+            return self._attempt.storage.progress(
+                [self.part_keys[process] for process in processes]
+            )
 
         patience = patience_secs(self._average_bytes, self._own_bytes, self.own_secs)
         return PartWatch(progress, processes, patience, time.monotonic())
 
     def wait_for_parts(self) -> None:
-        """Wait, on the first process, until all others have written; a process that hangs is an error."""
+        """On the first process, wait until all others have written; one that hangs is an error."""
         watch = self._watch(range(1, self.count))
         warned_of: set[int] = set()
         self._write_heartbeat()
@@ -154,7 +172,9 @@ class Peers:
         for process in watch.processes:
             if f"{self._id}.{process}{_FAILED}" in names:
                 text = self._attempt.storage.read(f"{self._report_key(process)}{_FAILED}") or b""
-                raise CheckpointError(f"process {process}: {printable(text.decode(errors='replace'))}")
+                raise CheckpointError(
+                    f"process {process}: {printable(text.decode(errors='replace'))}"
+                )
             if f"{self._id}.{process}" in names:
                 watch.forget(process)
 
@@ -166,8 +186,8 @@ class Peers:
         is_first_alone = len(watch.processes) == self.count - 1
         finished = "process 0 has" if is_first_alone else "others have"
         raise CheckpointError(
-            f"{_processes_text(stuck)}: written nothing for {stuck_secs:.0f} s, while {finished} finished: its write "
-            "hangs"
+            f"{_processes_text(stuck)}: written nothing for {stuck_secs:.0f} s, while {finished} "
+            "finished: its write hangs"
         )
 
     def _warn_of_quiet(self, watch: PartWatch, instant: float, warned_of: set[int]) -> None:
@@ -180,7 +200,8 @@ class Peers:
             return
         warned_of.update(quiet)
         logger.warning(
-            "%s: %s has written nothing for %.0f s, and has %.0f s more: its storage is slow, or its write hangs",
+            "%s: %s has written nothing for %.0f s, and has %.0f s more: its storage is "
+            "slow, or its write hangs",
             *(
                 self._attempt.storage.path(""),
                 _processes_text(quiet),
@@ -192,13 +213,16 @@ class Peers:
     def _write_heartbeat(self) -> None:
         """Tell the others that this first process lives, and has written its part."""
         self._heartbeats += 1
-        self._attempt.storage.write_atomically(self._report_key(0), _HEARTBEAT + str(self._heartbeats).encode())
+        self._attempt.storage.write_atomically(
+            self._report_key(0), _HEARTBEAT + str(self._heartbeats).encode()
+        )
 
     def wait_for_outcome(self) -> None:
-        """Wait, on all processes but the first, until the checkpoint exists, or the first process says why not.
+        """On the other processes, wait until the checkpoint exists, or the first one says why not.
 
-        What the first process has reported is None before it has begun. In a directory it is None again after the end:
-        then the directory has its final name, or was removed. Otherwise it is one of the constants above, or an error.
+        What the first process has reported is None before it has begun. In a directory it is None
+        again after the end: then the directory has its final name, or was removed. Otherwise it is
+        one of the constants above, or an error.
         """
         watch = self._watch([0])
         latest: bytes | None = None
@@ -212,7 +236,9 @@ class Peers:
                 if self._attempt.is_published(self._report_key(self.index)):
                     return
                 if latest is not None:
-                    raise CheckpointError(f"{self._attempt.storage.path('')}: process 0 has removed it; see its error")
+                    raise CheckpointError(
+                        f"{self._attempt.storage.path('')}: process 0 has removed it; see its error"
+                    )
             elif outcome and not outcome.startswith(_HEARTBEAT):
                 raise CheckpointError(f"process 0: {printable(outcome.decode(errors='replace'))}")
             # It has not begun, it writes, or it waits for the parts of others.
@@ -225,10 +251,14 @@ class Peers:
                 watch.poll(instant)
                 if watch.stuck(instant):
                     raise CheckpointError(
-                        f"process 0: written nothing for {watch.quiet_secs(0, instant):.0f} s: its write hangs"
+                        f"process 0: written nothing for {watch.quiet_secs(0, instant):.0f} s: "
+                        "its write hangs"
                     )
             elif instant - latest_at > OUTCOME_SECS:
-                text = f"process 0 has neither published it nor sent a heartbeat in {OUTCOME_SECS:.0f} s"
+                text = (
+                    "process 0 has neither published it nor sent a heartbeat in "
+                    f"{OUTCOME_SECS:.0f} s"
+                )
                 raise CheckpointError(f"{self._attempt.storage.path('')}: {text}")
             time.sleep(pause)
 

@@ -26,8 +26,8 @@ from jstep.state.leaves import PARAMS, SLOTS
 from jstep.state.sharding import MODEL_STATE
 
 _SHARED_AGES = (
-    ". Their updates, such as bias corrections, are as of old slots; parts of jstep.partition have ages of their own, "
-    "and an average has one with jstep.ExponentialMovingAverage(start_step=…)"
+    ". Their updates, such as bias corrections, are as of old slots; parts of jstep.partition have "
+    "ages of their own, and an average has one with jstep.ExponentialMovingAverage(start_step=…)"
 )
 _WIDE = {"int64", "uint64", "float64", "complex128"}
 """The dtypes that JAX has only with `jax_enable_x64`."""
@@ -51,21 +51,25 @@ def gone(path: str) -> GoneError:
 
 
 class OpenCheckpoint:
-    """A checkpoint that was found. What is read of it is of this one, never of one that has replaced it since.
+    """A checkpoint that was found.
 
-    All methods but `file` are called on all processes.
+    What is read of it is of this one, never of one that has replaced it since. All methods but
+    `file` are called on all processes.
 
     Attributes:
         path: Its path or URL.
         manifest: Its manifest, as it was read when it was opened.
     """
 
-    def __init__(self, store: Store, prefix: str, path: str, manifest: Manifest, told: set[str] | None = None) -> None:
+    def __init__(
+        self, store: Store, prefix: str, path: str, manifest: Manifest, told: set[str] | None = None
+    ) -> None:
         self._store = store
         self._prefix = prefix
         self.path = path
         self.manifest = manifest
-        # What a Saver has warned of. All that it opens share the set: an evaluator restores one after the other.
+        # What a Saver has warned of. All that it opens share the set: an evaluator restores one
+        # after the other.
         self._told = set[str]() if told is None else told
 
     @property
@@ -85,7 +89,10 @@ class OpenCheckpoint:
         return self._store.is_gone(self.path, self.manifest)
 
     def corrupted(self, problem: str) -> CheckpointError:
-        """Return the error for something in it that jstep does not write: it also says which checkpoint is intact."""
+        """Return the error for something in it that jstep does not write.
+
+        It also says which checkpoint is intact.
+        """
         return unusable(self._store, self._prefix, self.path, [problem], is_corrupted=True)
 
     def file(self, name: str) -> bytes:
@@ -97,10 +104,13 @@ class OpenCheckpoint:
             raise CorruptedCheckpointError(text) from error
 
     def check_run(self, state: Tree) -> None:
-        """Check that a run with this state, or with these shapes, can resume from it; only the manifest is used.
+        """Check that a run with this state, or with these shapes, can resume from it.
+
+        Only the manifest is used.
 
         Raises:
-            ValueError: Another model or optimizer saved the checkpoint: says which, and lists the paths.
+            ValueError: Another model or optimizer saved the checkpoint: says which, and lists the
+                paths.
         """
         match.check_run(state, self.manifest, self.path)
 
@@ -163,8 +173,8 @@ class OpenCheckpoint:
         guards = [repr(want.path) for want in matched.wanted if want.is_guard]
         if guards:
             logger.info(
-                "%s was saved without a guard (skip_nonfinite, dynamic_loss_scale) that the target has: the guard "
-                "starts at step %d, with fresh %s",
+                "%s was saved without a guard (skip_nonfinite, dynamic_loss_scale) that the target "
+                "has: the guard starts at step %d, with fresh %s",
                 self.path,
                 self.step,
                 ", ".join(guards),
@@ -179,7 +189,12 @@ class OpenCheckpoint:
                 ages.append(repr(want.path))
             elif want.copy is not None:
                 copies.append(repr(want.path))
-            elif want.source is None and want.left_out is None and not want.is_guard and not want.is_draw:
+            elif (
+                want.source is None
+                and want.left_out is None
+                and not want.is_guard
+                and not want.is_draw
+            ):
                 left.append(repr(want.path))
         shared = [repr(want.path) for want in matched.wanted if want.shares_age]
         logger.warning(
@@ -194,30 +209,43 @@ class OpenCheckpoint:
         )
 
     def _warn_of_raw_model_state(self, matched: match.CheckpointMatch) -> None:
-        """Warn once of averages of the parameters that were restored beside a model state without averages."""
+        """Warn once of parameter averages restored beside a model state without averages."""
         model_state = (SLOTS, MODEL_STATE)
         raw: list[match.WantedLeaf] = []
         for want in matched.wanted:
-            is_raw = want.source is not None and want.source.keys[:2] == want.keys[:2] == model_state
+            is_raw = (
+                want.source is not None and want.source.keys[:2] == want.keys[:2] == model_state
+            )
             if is_raw and trees.is_floating(want.dtype):
                 raw.append(want)
-        if raw and _RAW not in self._told and any(want.keys[0] == PARAMS for want in matched.wanted):
+        if (
+            raw
+            and _RAW not in self._told
+            and any(want.keys[0] == PARAMS for want in matched.wanted)
+        ):
             self._told.add(_RAW)
             logger.warning(
-                "use_averages: %s has averages of the parameters, and no averages of the model state, such as "
-                "statistics of BatchNorm, which belongs to the raw parameters%s. Average both by "
-                "jstep.ExponentialMovingAverage(…, model_state=True), or recompute the model state with the averages",
+                "use_averages: %s has averages of the parameters, and no averages of the model "
+                "state, such as statistics of BatchNorm, which belongs to the raw parameters%s. "
+                "Average both by jstep.ExponentialMovingAverage(…, model_state=True), or recompute "
+                "the model state with the averages",
                 self.path,
                 format_items("restored as it was", [repr(want.path) for want in raw]),
             )
 
     def read_leaves(self, reads: Sequence["LeafRead"]) -> list[Any]:
-        """Return the values of leaves, which nothing else uses; as NumPy arrays if JAX does not support their dtype."""
+        """Return the values of leaves, which nothing else uses.
+
+        They are NumPy arrays if JAX does not support their dtype.
+        """
         shardings: dict[str, Any] = {}
         uses: Counter[str | None] = Counter()
         for leaf, half, sharding in reads:
-            is_wide = leaf.dtype in _WIDE and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
-            if is_wide or (half is not None and half.shape != leaf.shape):  # scales have fewer numbers
+            is_wide = (
+                leaf.dtype in _WIDE and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
+            )
+            if is_wide or (half is not None and half.shape != leaf.shape):
+                # Scales have fewer numbers.
                 sharding = None
             for part in (leaf, half):
                 if part is not None and part.array is not None:
@@ -233,9 +261,10 @@ class OpenCheckpoint:
         return values
 
     def _read(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """Read stored arrays by name; corrupted arrays are never returned. The processes agree on the outcome.
+        """Read stored arrays by name; corrupted arrays are never returned.
 
-        If other processes hold the same of an array, each reads a part of it, and they exchange the parts.
+        The processes agree on the outcome. If other processes hold the same of an array, each reads
+        a part of it, and they exchange the parts.
         """
         read = self._read_here(shardings)
         digest = 0 if read.plan is None else read.plan.digest
@@ -246,8 +275,8 @@ class OpenCheckpoint:
             self._raise_read_error(worst == _Outcome.CORRUPTED, read.problems, read.failure)
         if largest != -negated_smallest:
             raise ValueError(
-                "target: must be alike on all processes, got leaves or shardings that differ; give each process the "
-                "same target"
+                "target: must be alike on all processes, got leaves or shardings that differ; give "
+                "each process the same target"
             )
         if processes.is_process_0():
             self._store.warn_of_orbax_files(self.path, self.manifest)
@@ -255,7 +284,10 @@ class OpenCheckpoint:
         return resharded | read.plan.exchange(read.boxes)
 
     def _read_here(self, shardings: Mapping[str, Any]) -> "_OwnRead":
-        """Read what this process reads; an error is returned, as all processes must know of it before one raises it."""
+        """Read what this process reads, and return an error instead of raising it.
+
+        All processes must know of it before one raises it.
+        """
         try:
             reader = self._store.reader(self.path, self.manifest)
             problem = processes.text_from_first(reader.foreign_content)
@@ -269,7 +301,9 @@ class OpenCheckpoint:
             return _OwnRead(_Outcome.FAILED, failure=error)
         return _OwnRead(_Outcome.SUCCEEDED, plan, arrays, boxes)
 
-    def _raise_read_error(self, is_corrupted: bool, problems: Sequence[str], failure: Exception | None) -> NoReturn:
+    def _raise_read_error(
+        self, is_corrupted: bool, problems: Sequence[str], failure: Exception | None
+    ) -> NoReturn:
         """Raise an error on all processes, of which some could not read.
 
         Args:
@@ -287,7 +321,9 @@ class OpenCheckpoint:
 
             def describe() -> str:
                 problems = [*self._store.describe_files(self.path, self.manifest), *found]
-                return str(unusable(self._store, self._prefix, self.path, problems, is_corrupted=True))
+                return str(
+                    unusable(self._store, self._prefix, self.path, problems, is_corrupted=True)
+                )
 
             raise CorruptedCheckpointError(processes.text_from_first(describe))
         reason = "see the error of another process" if failure is None else describe_error(failure)
@@ -326,7 +362,7 @@ class LeafRead(NamedTuple):
 
 
 def shared_reads_module() -> Any:
-    """Return the module `shared_reads`, which is imported on first use: importing tensorstore is slow."""
+    """Return the module `shared_reads`, imported on first use: importing tensorstore is slow."""
     from jstep.array_store import shared_reads
 
     return shared_reads
@@ -352,9 +388,9 @@ def _warn_of_changed(path: str, wanted: Sequence[match.WantedLeaf], values: Sequ
     changed = [leaf for (leaf, _), record in zip(left_out, current, strict=True) if record != leaf]
     if changed:
         logger.warning(
-            "%s: target has other values, for leaves that Saver(leave_out=…) left out, than when the checkpoint "
-            "was saved%s. The values of target are used: unless this is intended, pass the parameters that the run "
-            "started with",
+            "%s: target has other values, for leaves that Saver(leave_out=…) left out, than when "
+            "the checkpoint was saved%s. The values of target are used: unless this is intended, "
+            "pass the parameters that the run started with",
             path,
             format_items("differing", [repr(leaf.path) for leaf in changed]),
         )

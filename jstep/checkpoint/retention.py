@@ -1,8 +1,9 @@
-"""Retention of checkpoints: the last few, and one every N hours for good. Stores delete leftovers of saves.
+"""Retention of checkpoints: the last few, and one every N hours for good.
 
-A checkpoint is *temporary* or *permanent*. A later save *replaces* the temporary ones, and no limit counts them. Of the
-permanent ones, one every N hours is *kept* for good, and the others are *evictable*. Those of them beyond
-`max_to_keep` are *candidates*: each becomes a kept one, if N hours have passed since the last, or is *evicted*.
+Stores delete leftovers of saves. A checkpoint is *temporary* or *permanent*. A later save
+*replaces* the temporary ones, and no limit counts them. Of the permanent ones, one every N hours is
+*kept* for good, and the others are *evictable*. Those of them beyond `max_to_keep` are
+*candidates*: each becomes a kept one, if N hours have passed since the last, or is *evicted*.
 """
 
 import dataclasses
@@ -19,11 +20,15 @@ ALWAYS_TEMPORARY = math.inf
 
 
 def eviction_candidates(
-    steps: Iterable[int], new: int, kept: Iterable[int], max_to_keep: int | None, newest_finite: int | None
+    steps: Iterable[int],
+    new: int,
+    kept: Iterable[int],
+    max_to_keep: int | None,
+    newest_finite: int | None,
 ) -> list[int]:
-    """Return as many of the evictable checkpoints as are too many for `max_to_keep`, lowest step first.
+    """Return as many evictable checkpoints as are too many for `max_to_keep`, lowest step first.
 
-    The new step, the highest one, and the highest finite one are passed over: others go in their place.
+    The new step, the highest one, and the highest finite one are skipped: others go in their place.
 
     Args:
         kept: The checkpoints that are kept for good, without the new one.
@@ -47,12 +52,12 @@ def plan_evictions(
 ) -> tuple[list[int], RetainedSteps]:
     """Return the checkpoints to evict after `new` was saved, and the new retention state.
 
-    As in TF, a checkpoint that falls out of the last `max_to_keep` is kept for good if more than `every_n_hours` have
-    passed since the previous one that was. A long pause counts once.
+    As in TF, a checkpoint that falls out of the last `max_to_keep` is kept for good if more than
+    `every_n_hours` have passed since the previous one that was. A long pause counts once.
 
     Args:
-        saved_at: Step → when it was saved, NaN if its manifest cannot be read; of those that are no candidates, the
-            time is not used.
+        saved_at: Step → when it was saved, NaN if its manifest cannot be read; of those that are no
+            candidates, the time is not used.
     """
     # The checkpoint that the new one replaces may have been kept; the new one is evictable.
     kept = (retained.kept & saved_at.keys()) - {new}
@@ -62,8 +67,8 @@ def plan_evictions(
         if math.isnan(saved_at[step]):
             evicted.append(step)
             continue
-        # The interval starts after this save if the clock of an earlier host was ahead. Left there, it would let none
-        # be kept until this clock has reached it.
+        # The interval starts after this save if the clock of an earlier host was ahead. Left there,
+        # it would let none be kept until this clock has reached it.
         interval_start = min(interval_start, saved_at[step])
         hours = (saved_at[step] - interval_start) / 3600
         if every_n_hours is None or hours <= every_n_hours:
@@ -88,7 +93,7 @@ class Listener(Protocol):
 
 
 class Published(NamedTuple):
-    """The newest checkpoint that is on disk: its step, and the number of its save among those of the Saver."""
+    """The newest checkpoint on disk: its step, and the number of its save among the Saver's."""
 
     step: int
     number: int
@@ -98,7 +103,8 @@ class Decision(NamedTuple):
     """What a save decides before its checkpoint appears.
 
     Attributes:
-        superseded: The paths of the checkpoints to delete: temporary ones that are replaced, and evicted ones.
+        superseded: The paths of the checkpoints to delete: temporary ones that are replaced, and
+            evicted ones.
         retained: The retention state for the manifest.
         is_temporary: Whether the new checkpoint is temporary.
     """
@@ -111,7 +117,8 @@ class Decision(NamedTuple):
 class Retention:
     """What each save records of the checkpoints that are kept, and which ones it deletes.
 
-    The retention state is in the newest manifest. Others are read only if their checkpoints may have to be deleted.
+    The retention state is in the newest manifest. Others are read only if their checkpoints may
+    have to be deleted.
 
     Args:
         interval_start: When the first interval of `every_n_hours` starts, if no checkpoint says it.
@@ -134,18 +141,18 @@ class Retention:
         self._retained: RetainedSteps | None = None
         # By step, what `_read_head` has read.
         self._heads: dict[int, _Head] = {}
-        # The steps for which it has found no complete checkpoint. They count only while one save decides, since a later
-        # one may save them.
+        # The steps for which it has found no complete checkpoint. They count only while one save
+        # decides, since a later one may save them.
         self._absent: set[int] = set()
-        # The seconds from the beginning of the latest save until its checkpoint existed. None until its deletions have
-        # ended, or in a bucket, have begun.
+        # The seconds from the beginning of the latest save until its checkpoint existed. None until
+        # its deletions have ended, or in a bucket, have begun.
         self.publication_secs: float | None = None
         # None on other processes than the first, and before the first save.
         self.published: Published | None = None
 
     @property
     def write_secs(self) -> float | None:
-        """The seconds of the latest save, and of the deletions after it; None before the end of these."""
+        """The seconds of the latest save and of deletions after it; None before these end."""
         publication_secs = self.publication_secs  # once: a writer's thread and the loop's set it
         if publication_secs is None or self._store.is_erasing():
             return None
@@ -164,8 +171,8 @@ class Retention:
     def decide(self, new: Manifest, permanent_every_secs: float | None) -> Decision:
         """Decide what a new checkpoint is, and what it supersedes.
 
-        It reads the newest manifest, those back to the newest finite one and to the newest permanent one, and those of
-        candidates, however many checkpoints there are.
+        It reads the newest manifest, those back to the newest finite one and to the newest
+        permanent one, and those of candidates, however many checkpoints there are.
 
         Sets of steps:
             others: All but the new one.
@@ -183,7 +190,8 @@ class Retention:
         others = sorted(paths.keys() - {new.step}, reverse=True)
         is_temporary = self._is_temporary(new, permanent_every_secs, paths, others)
         newest_finite = self._newest_finite(others, new)
-        # A marked step may have been saved again, as a permanent one, since the manifest that marks it was written.
+        # A marked step may have been saved again, as a permanent one, since the manifest that marks
+        # it was written.
         marked = [step for step in others if step in retained.temporary]
         self._read_heads(marked)
         temporary = {step for step in marked if not self._is_permanent(step)}
@@ -194,19 +202,25 @@ class Retention:
             evicted, retained = plan_evictions(
                 saved_at, new.step, retained, self._max_to_keep, self._every_n_hours, newest_finite
             )
-        # Those that this save deletes stay marked: if it is killed before it has, the next one does.
+        # Those that this save deletes stay marked: if it is killed before, the next one does so.
         marks = {*temporary, new.step} if is_temporary else temporary
         retained = dataclasses.replace(retained, temporary=frozenset(marks))
-        return Decision([paths[step] for step in [*sorted(replaced), *evicted]], retained, is_temporary)
+        return Decision(
+            [paths[step] for step in [*sorted(replaced), *evicted]], retained, is_temporary
+        )
 
     def _is_temporary(
-        self, new: Manifest, permanent_every_secs: float | None, paths: Mapping[int, str], others: Sequence[int]
+        self,
+        new: Manifest,
+        permanent_every_secs: float | None,
+        paths: Mapping[int, str],
+        others: Sequence[int],
     ) -> bool:
         if permanent_every_secs is None:
             return False
         if new.step in paths and self._is_permanent(new.step):
-            # A permanent checkpoint is replaced by a permanent one, such as one saved by hand before the run saves
-            # this step by itself.
+            # A permanent checkpoint is replaced by a permanent one, such as one saved by hand
+            # before the run saves this step by itself.
             return False
         if permanent_every_secs == ALWAYS_TEMPORARY:
             return True
@@ -224,18 +238,22 @@ class Retention:
             return found
         if new.finite:
             return new.step
-        return self._find_step([step for step in others if step < new.step], lambda head: head.finite)
+        return self._find_step(
+            [step for step in others if step < new.step], lambda head: head.finite
+        )
 
     def _save_times(
         self, steps: set[int], new: Manifest, retained: RetainedSteps, finite: int | None
     ) -> dict[int, float]:
-        """Return step → when it was saved, for `plan_evictions`; candidates without a complete checkpoint are left out.
+        """Return step → when it was saved, for `plan_evictions`.
 
-        Only the new step and the candidates have their times, and others 0: no manifests but those of candidates are
-        read.
+        Candidates without a complete checkpoint are left out. Only the new step and the candidates
+        have their times, and others 0: no manifests but those of candidates are read.
         """
         while True:
-            candidates = eviction_candidates(steps, new.step, retained.kept & steps, self._max_to_keep, finite)
+            candidates = eviction_candidates(
+                steps, new.step, retained.kept & steps, self._max_to_keep, finite
+            )
             self._read_heads(candidates)
             incomplete = self._absent & {*candidates}
             if not incomplete:
@@ -249,7 +267,10 @@ class Retention:
         return saved_at
 
     def _find_step(self, steps: Sequence[int], is_wanted: Callable[["_Head"], bool]) -> int | None:
-        """Return the first of some steps whose head is wanted. More and more heads are read at a time."""
+        """Return the first of some steps whose head is wanted.
+
+        More and more heads are read at a time.
+        """
         count = 1
         for i, step in enumerate(steps):
             if step not in self._heads and step not in self._absent:
@@ -260,7 +281,7 @@ class Retention:
         return None
 
     def _read_heads(self, steps: Sequence[int]) -> None:
-        """Read the heads of complete checkpoints, each once, and several at a time: a bucket answers slowly."""
+        """Read heads of complete checkpoints once, several at a time: a bucket answers slowly."""
         missing = [step for step in steps if step not in self._heads and step not in self._absent]
         if len(missing) > 1:
             with ThreadPoolExecutor(min(MAX_MANIFESTS, len(missing)), "jstep-manifests") as pool:
@@ -307,9 +328,11 @@ class Retention:
         return counted
 
     def _load_retained(self, paths: Mapping[int, str]) -> RetainedSteps:
-        """Return the retention state: of the latest save, or before the first one, of the newest readable manifest."""
+        """Return the retention state: of the latest save, or of the newest readable manifest."""
         if self._retained is None:
-            newest = self._find_step(sorted(paths, reverse=True), lambda head: head.retention is not None)
+            newest = self._find_step(
+                sorted(paths, reverse=True), lambda head: head.retention is not None
+            )
             if newest is not None:
                 self._retained = self._heads[newest].retention
         if self._retained is None:

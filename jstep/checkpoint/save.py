@@ -1,4 +1,4 @@
-"""One save of a checkpoint, in a thread of each process: `Save.run` is the whole of it, from top to bottom."""
+"""One save of a checkpoint, in a thread of each process: `Save.run` is the whole of it."""
 
 import dataclasses
 import errno
@@ -25,8 +25,10 @@ class Save:
 
     Attributes:
         manifest: The manifest, which lacks what is known only at the end.
-        arrays: The `OwnParts` to write. They are forgotten once they are written, so that their memory is free.
-        unchecked_params: The names of the parameters' arrays, if the manifest lacks whether they are finite.
+        arrays: The `OwnParts` to write. They are forgotten once they are written, so that their
+            memory is free.
+        unchecked_params: The names of the parameters' arrays, if the manifest lacks whether they
+            are finite.
         files: Name → `ExternalBytes`.
         release: Gives back the memory of the arrays.
         nbytes: The bytes of all arrays, by all processes, for the error of a full disk.
@@ -56,7 +58,7 @@ class Save:
     began: float = dataclasses.field(default_factory=time.monotonic)
 
     def run(self) -> None:
-        """Write the part of this process; on the first one, publish the checkpoint, for which the others wait."""
+        """Write this process's part; on the first one, publish the checkpoint; the others wait."""
         began = time.monotonic()
         peers = self.peers
         try:
@@ -83,16 +85,19 @@ class Save:
             peers.wait_for_outcome()
 
     def _write_part(self) -> int:
-        """Write and flush the arrays of this process; return the number of entries of the merged database."""
+        """Write and flush this process's arrays; return the merged database's number of entries."""
         writer = writer_module()
         storage = self.attempt.storage
         key = self.peers.part_key
         if self.unchecked_params is not None:
-            # Before anything is deleted, and before `release`, after which another save may use the memory.
+            # Before anything is deleted, and before `release`: then other saves may use the memory.
             params = [array for array in self.arrays if array.name in self.unchecked_params]
             values = [part for array in params for _, part in array.values]
             self.manifest = dataclasses.replace(self.manifest, finite=are_finite_on_host(values))
-        own_parts = [*self.arrays, *[writer.file_array(name, file.read()) for name, file in self.files.items()]]
+        own_parts = [
+            *self.arrays,
+            *[writer.file_array(name, file.read()) for name, file in self.files.items()],
+        ]
         self.arrays = ()
         entries: int = writer.count_entries(own_parts) if self.peers.count > 1 else 0
         base = writer.database_base(storage.spec(), key)
@@ -135,7 +140,8 @@ class Save:
             temporary=decision.is_temporary,
         )
         remains = self.attempt.publish(manifest)
-        # From here on it exists, whatever fails below. The next save deletes what this one should have deleted.
+        # From here on it exists, whatever fails below. The next save deletes what this one should
+        # have deleted.
         if self.peers.count > 1:
             self.peers.tell_saved()
         self.retention.published_as(manifest, self.number)
@@ -152,7 +158,7 @@ class Save:
 
 
 def _explained(error: BaseException, path: str, nbytes: int) -> BaseException:
-    """Return an error that says how much a full disk lacks; tensorstore's errors have no numbers."""
+    """Return an error that tells how much a full disk lacks; tensorstore's have no numbers."""
     if not isinstance(error, OSError | ValueError) or is_url(path):
         return error
     full = (errno.ENOSPC, errno.EDQUOT)
@@ -162,7 +168,7 @@ def _explained(error: BaseException, path: str, nbytes: int) -> BaseException:
     try:
         free_bytes = shutil.disk_usage(os.path.dirname(path)).free
     except OSError:
-        # An error of this would hide the first one, and the other processes would not be told of any.
+        # An error of this would hide the first one, and the other processes would get none.
         return error
     text = f"{os.strerror(number)} ({format_bytes(nbytes)} needed, {format_bytes(free_bytes)} free)"
     return OSError(number, text, path)

@@ -1,4 +1,4 @@
-"""`Saver`: the public interface of `SaverEngine`, which writes checkpoints one at a time in the background."""
+"""`Saver`, the public interface of `SaverEngine`: saves one at a time, in the background."""
 
 import contextlib
 import os
@@ -24,39 +24,44 @@ from jstep.state.train_state import TrainState
 
 @explains_attributes
 class Saver:
-    """Saves and restores training states: the checkpoint `directory/model-1000` is the state after exactly 1000 steps.
+    """Saves and restores training states.
 
-    The arrays are written in the background; you may donate the state right after `save`. A checkpoint is atomic: it
-    gets its name once all of it is on disk. Arrays have checksums, which `restore` verifies. Orbax can open the
-    checkpoints.
+    The checkpoint `directory/model-1000` is the state after exactly 1000 steps. The arrays are
+    written in the background; you may donate the state right after `save`. A checkpoint is atomic:
+    it gets its name once all of it is on disk. Arrays have checksums, which `restore` verifies.
+    Orbax can open the checkpoints.
 
-    The newest checkpoint is the one with the highest step. To return to an earlier one permanently, delete all later
-    ones. Saving a step again replaces its checkpoint.
+    The newest checkpoint is the one with the highest step. To return to an earlier one permanently,
+    delete all later ones. Saving a step again replaces its checkpoint.
 
-    Every call but `read_file`, `flushing` and `close(wait=False)` first waits for a save in progress, and raises its
-    error if it failed. A checkpoint survives SIGKILL and a power cut once `wait`, or another call that waits, has
-    returned; a save in progress may be lost.
+    Every call but `read_file`, `flushing` and `close(wait=False)` first waits for a save in
+    progress, and raises its error if it failed. A checkpoint survives SIGKILL and a power cut once
+    `wait`, or another call that waits, has returned; a save in progress may be lost.
 
-    Only one Saver at a time may write a prefix in a directory, from its first save (or `claim`) until `close` or the
-    end of its process; a second one gets an error. Any number of Savers may restore at the same time. With several
-    processes, all of them must call `save` and `restore`.
+    Only one Saver at a time may write a prefix in a directory, from its first save (or `claim`)
+    until `close` or the end of its process; a second one gets an error. Any number of Savers may
+    restore at the same time. With several processes, all of them must call `save` and `restore`.
 
     Args:
-        directory: The directory of the checkpoints: a path on a file system that all processes share, created by the
-            first `save`, or a URL, `gs://bucket/prefix` or `s3://bucket/prefix`.
+        directory: The directory of the checkpoints: a path on a file system that all processes
+            share, created by the first `save`, or a URL, `gs://bucket/prefix` or
+            `s3://bucket/prefix`.
         prefix: The prefix of the checkpoint names.
-        max_to_keep: The number of checkpoints to keep: each save deletes those with the lowest steps beyond this
-            number. None or 0 keeps all.
-        keep_checkpoint_every_n_hours: Hours between checkpoints that are kept for good: of the checkpoints that
-            `max_to_keep` would delete, one per interval is kept. The interval is remembered across restarts.
+        max_to_keep: The number of checkpoints to keep: each save deletes those with the lowest
+            steps beyond this number. None or 0 keeps all.
+        keep_checkpoint_every_n_hours: Hours between checkpoints that are kept for good: of the
+            checkpoints that `max_to_keep` would delete, one per interval is kept. The interval is
+            remembered across restarts.
         async_save: Whether to write in the background.
-        leave_out: Parameters that are not saved, nor their slots, such as the frozen base model of LoRA: a predicate
-            `(path, leaf) -> bool`, paths or globs, or a tree of bools, like `var_list`; or `"frozen"` for the
-            parameters that have no label in a `partition`. `restore`, with any Saver, takes them from its target, and
-            warns if their values differ from those at the time of the save.
-        allow_nonfinite: Whether a run saves parameters that became NaN or infinite, instead of ending with a
-            `NanLossDuringTrainingError`. A manual `save` saves any values. `max_to_keep` never deletes the newest
-            checkpoint whose parameters are finite, so there may be one more.
+        leave_out: Parameters that are not saved, nor their slots, such as the frozen base model of
+            LoRA: a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools, like
+            `var_list`; or `"frozen"` for the parameters that have no label in a `partition`.
+            `restore`, with any Saver, takes them from its target, and warns if their values differ
+            from those at the time of the save.
+        allow_nonfinite: Whether a run saves parameters that became NaN or infinite, instead of
+            ending with a `NanLossDuringTrainingError`. A manual `save` saves any values.
+            `max_to_keep` never deletes the newest checkpoint whose parameters are finite, so there
+            may be one more.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -94,7 +99,9 @@ class Saver:
         hours = keep_checkpoint_every_n_hours
         if hours is not None:
             meaning = "None keeps none permanently"
-            hours = as_number(hours, "keep_checkpoint_every_n_hours", low=0.0, above=True, meaning=meaning)
+            hours = as_number(
+                hours, "keep_checkpoint_every_n_hours", low=0.0, above=True, meaning=meaning
+            )
         async_save = as_bool(async_save, "async_save")
         check_form(leave_out, "leave_out")
         self.leave_out = leave_out
@@ -109,20 +116,21 @@ class Saver:
         )
 
     def claim(self, state: Tree = None) -> None:
-        """Lock the prefix before the first save: check that this Saver can write, and that no other one does.
+        """Lock the prefix before the first save.
 
-        `save` does this, too; a second call costs almost nothing.
+        Check that this Saver can write, and that no other one does. `save` does this, too; a second
+        call costs almost nothing.
 
         Args:
             state: The state to save later, or its shapes, to check its paths and `leave_out`.
 
         Raises:
-            CheckpointError: Another Saver writes this prefix here; names its host and process. Or an earlier save
-                failed in the background.
+            CheckpointError: Another Saver writes this prefix here; names its host and process. Or
+                an earlier save failed in the background.
             OSError: The directory cannot be created or written.
-            ValueError: The Saver is closed, or leave_out matches no parameter of the state. Or two leaves would be
-                stored as one array (`a` and `a/`), or a path has more than 1024 bytes (characters that are not ASCII
-                have up to 12).
+            ValueError: The Saver is closed, or leave_out matches no parameter of the state. Or two
+                leaves would be stored as one array (`a` and `a/`), or a path has more than 1024
+                bytes (characters that are not ASCII have up to 12).
         """
         self._engine.claim(state)
 
@@ -131,25 +139,31 @@ class Saver:
         """Save a state under the name of its global_step.
 
         Args:
-            state: A `TrainState`, or any pytree of arrays with a `global_step`: a field, or a key of a dict. In a
-                population, where every leaf has a leading axis, all members usually have the same step.
-            extra: Values to save with the state: dicts with string keys, lists, strings, numbers, booleans and None.
+            state: A `TrainState`, or any pytree of arrays with a `global_step`: a field, or a key
+                of a dict. In a population, where every leaf has a leading axis, all members usually
+                have the same step.
+            extra: Values to save with the state: dicts with string keys, lists, strings, numbers,
+                booleans and None.
 
         Returns:
             The path of the checkpoint, which exists once `wait` or the next call returns.
 
         Raises:
-            CheckpointError: This save failed, or an earlier one did in the background. Older checkpoints
-                are unchanged.
+            CheckpointError: This save failed, or an earlier one did in the background. Older
+                checkpoints are unchanged.
             OSError: The directory cannot be created or written.
-            TypeError: A leaf of the state is not an array, or a value of extra is not JSON (names it).
-            ValueError: The state has no global_step; a leaf was donated; leave_out matches no parameter; extra is
-                larger than 256 MiB as JSON; the Saver is closed; or `claim` rejects the paths of the state.
+            TypeError: A leaf of the state is not an array, or a value of extra is not JSON (names
+                it).
+            ValueError: The state has no global_step; a leaf was donated; leave_out matches no
+                parameter; extra is larger than 256 MiB as JSON; the Saver is closed; or `claim`
+                rejects the paths of the state.
         """
         engine = self._engine
         with engine.exclusive():
             engine.check_open()
-            _check_tree(state, "state", "save(state, extra=None), whose global_step names the checkpoint")
+            _check_tree(
+                state, "state", "save(state, extra=None), whose global_step names the checkpoint"
+            )
             placement.check_not_compile_only(state, "state")
             return engine.save(state, as_checkpoint_extra(extra))
 
@@ -187,40 +201,46 @@ class Saver:
     ) -> Any:
         """Restore a checkpoint.
 
-        Leaves that `leave_out` left out of the checkpoint keep the values of target; if these have changed since the
-        save, a warning is logged.
+        Leaves that `leave_out` left out of the checkpoint keep the values of target; if these have
+        changed since the save, a warning is logged.
 
         Args:
-            target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`) that gives structure, shapes,
-                dtypes and shardings; leaves are matched by path. A leaf without a sharding is placed where JAX
-                places new arrays, and a NumPy array is restored as one. If None, the checkpoint is returned as a
-                nested dict of NumPy arrays, for inspection (PRNG keys as their data).
+            target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`) that gives
+                structure, shapes, dtypes and shardings; leaves are matched by path. A leaf without
+                a sharding is placed where JAX places new arrays, and a NumPy array is restored as
+                one. If None, the checkpoint is returned as a nested dict of NumPy arrays, for
+                inspection (PRNG keys as their data).
             step: The step to restore; None for the newest.
-            partial: Whether to restore only what fits. The other leaves of target, which must then have values, are
-                kept. In a `TrainState`, if the checkpoint lacks a slot that starts as a copy of the parameters
-                (`master_weights`, `lookahead`, averages, ...), the slot becomes a copy of the restored parameters. If
-                no slot of an optimizer was restored, its age is that of target: a fresh one counts from the restored
-                step. A warning lists leaves that were copied or kept, unused arrays, and new slots that share their age
-                with restored ones.
-            use_averages: Whether to restore the moving averages of params in place of params, in their dtype, for
-                evaluation, and those of the model state if it has any. A string names their slot; a list names slots
-                with averages of different leaves. Other slots than averages are rejected.
-            names: Leaves that have a different path in the checkpoint: a mapping from paths in target
-                (`"params/dense/kernel"`, `"slots/m/dense/kernel"`) to paths in the checkpoint, or a function that does
-                this. Leaves that are not mentioned, or for which it returns None, have the same path in both.
+            partial: Whether to restore only what fits. The other leaves of target, which must then
+                have values, are kept. In a `TrainState`, if the checkpoint lacks a slot that starts
+                as a copy of the parameters (`master_weights`, `lookahead`, averages, ...), the slot
+                becomes a copy of the restored parameters. If no slot of an optimizer was restored,
+                its age is that of target: a fresh one counts from the restored step. A warning
+                lists leaves that were copied or kept, unused arrays, and new slots that share their
+                age with restored ones.
+            use_averages: Whether to restore the moving averages of params in place of params, in
+                their dtype, for evaluation, and those of the model state if it has any. A string
+                names their slot; a list names slots with averages of different leaves. Other slots
+                than averages are rejected.
+            names: Leaves that have a different path in the checkpoint: a mapping from paths in
+                target (`"params/dense/kernel"`, `"slots/m/dense/kernel"`) to paths in the
+                checkpoint, or a function that does this. Leaves that are not mentioned, or for
+                which it returns None, have the same path in both.
                 `{"params/w": ema.average_name("w")}` restores an average in place of a parameter.
 
         Returns:
             A tree like target. Its arrays share no memory with anything and may be donated.
 
         Raises:
-            CheckpointError: The checkpoint is corrupted: names the leaf or file, the newest intact checkpoint, and the
-                command that moves the corrupted one aside to resume from it. Or the step in its name differs from the
-                step in its content, or a save failed in the background.
+            CheckpointError: The checkpoint is corrupted: names the leaf or file, the newest intact
+                checkpoint, and the command that moves the corrupted one aside to resume from it. Or
+                the step in its name differs from the step in its content, or a save failed in the
+                background.
             FileNotFoundError: There is no checkpoint, or none of that step.
             TypeError: A leaf of target has no shape and dtype, or an argument is of the wrong type.
-            ValueError: target does not fit: lists the paths missing, extra and differing. Or names has a path that
-                does not exist; or target has only shapes for leaves that `leave_out` left out of the checkpoint.
+            ValueError: target does not fit: lists the paths missing, extra and differing. Or names
+                has a path that does not exist; or target has only shapes for leaves that
+                `leave_out` left out of the checkpoint.
         """
         _check_tree(target, "target", "restore(target, step=None)")
         averages = as_average_names(use_averages)
@@ -231,7 +251,10 @@ class Saver:
         with self._engine.locked_finder() as finder:
             placement.check_not_compile_only(target, "target")
             return finder.read(
-                step, lambda found: found.restore(target, partial=partial, averages=averages, names=names)
+                step,
+                lambda found: found.restore(
+                    target, partial=partial, averages=averages, names=names
+                ),
             )
 
     def restore_params(
@@ -242,15 +265,16 @@ class Saver:
         names: Names | None = None,
         use_averages: bool | str | Sequence[str] = False,
     ) -> T:
-        """Restore the parameters alone, without slots and step: for inference, or to start fine-tuning at step 0.
+        """Restore the parameters without slots and step: for inference, or fine-tuning from step 0.
 
         Args:
-            target_params: A tree of arrays or of `jax.ShapeDtypeStruct` with the structure of the parameters
-                (including lists and tuples), as `target` of `restore`.
+            target_params: A tree of arrays or of `jax.ShapeDtypeStruct` with the structure of the
+                parameters (including lists and tuples), as `target` of `restore`.
             step: The step to restore; None for the newest.
-            names: Leaves that have another path in the checkpoint (`"params/dense/kernel"`), as in `restore`.
-            use_averages: Whether to restore the moving averages in place of the parameters, in the dtype of the
-                parameters. A string names their slot, a list several, as in `restore`.
+            names: Leaves that have another path in the checkpoint (`"params/dense/kernel"`), as in
+                `restore`.
+            use_averages: Whether to restore the moving averages in place of the parameters, in the
+                dtype of the parameters. A string names their slot, a list several, as in `restore`.
 
         Returns:
             A tree like target_params. Its arrays share no memory with anything and may be donated.
@@ -258,7 +282,8 @@ class Saver:
         Raises:
             CheckpointError: The checkpoint is corrupted, or a save failed in the background.
             FileNotFoundError: There is no checkpoint, or none of that step.
-            TypeError: A leaf of target_params has no shape and dtype, or an argument is of the wrong type.
+            TypeError: A leaf of target_params has no shape and dtype, or an argument is of the
+                wrong type.
             ValueError: target_params does not fit: lists the paths missing, extra and differing.
 
         Example:
@@ -272,8 +297,9 @@ class Saver:
         """
         if target_params is None or isinstance(target_params, TrainState):
             raise TypeError(
-                f"target_params: must be a tree of parameters, got {describe_type(target_params)}; pass state.params, "
-                "or shapes from jax.eval_shape. restore(None) returns a checkpoint without a target"
+                f"target_params: must be a tree of parameters, got {describe_type(target_params)}; "
+                "pass state.params, or shapes from jax.eval_shape. restore(None) returns a "
+                "checkpoint without a target"
             )
         step = _step_or_none(step)
         averages = as_average_names(use_averages)
@@ -281,12 +307,15 @@ class Saver:
             placement.check_not_compile_only(target_params, "target_params")
             target = {PARAMS: target_params}
             restored = finder.read(
-                step, lambda found: found.restore(target, averages=averages, names=names, params_only=True)
+                step,
+                lambda found: found.restore(
+                    target, averages=averages, names=names, params_only=True
+                ),
             )
             return restored[PARAMS]
 
     def extra(self, step: int | None = None) -> Any:
-        """Return the `extra` values of a checkpoint (the newest if step is None); None if `save` was given none.
+        """Return the `extra` of a checkpoint (the newest if step is None); None if `save` had none.
 
         `train` saves a dict with what a run needs to resume.
 
@@ -298,7 +327,7 @@ class Saver:
             return finder.read(_step_or_none(step), lambda found: found.extra)
 
     def read_file(self, name: str, step: int) -> bytes:
-        """Return the bytes of a file of a checkpoint to which its `extra` refers, as `{"$file": name}`.
+        """Return the bytes of a checkpoint's file to which its `extra` refers as `{"$file": name}`.
 
         They hold large arrays of positions and hooks. Any thread may call this, even during a save.
 
@@ -324,7 +353,8 @@ class Saver:
         """Return the steps of all complete checkpoints, in ascending order.
 
         Raises:
-            CheckpointError: A save failed in the background. `latest_step` and `last_checkpoints` raise this, too.
+            CheckpointError: A save failed in the background. `latest_step` and `last_checkpoints`
+                raise this, too.
         """
         return self._engine.all_steps()
 
@@ -333,9 +363,10 @@ class Saver:
         return self._engine.newest_step()
 
     def best_step(self) -> int | None:
-        """Return the step of the best checkpoint that a `KeepBest` has kept, for `restore(state, step=…)`.
+        """Return the step of the best checkpoint of a `KeepBest`, for `restore(state, step=…)`.
 
-        Checkpoints compete if they have the metric and the mode of the newest one; on a tie, the earlier one is best.
+        Checkpoints compete if they have the metric and the mode of the newest one; on a tie, the
+        earlier one is best.
 
         Returns:
             The step; None if there is no checkpoint.
@@ -348,9 +379,10 @@ class Saver:
         best = best_step(self._engine.best_records(steps))
         if best is None and steps:
             raise ValueError(
-                f"best_step: must have checkpoints of a KeepBest, got {format_name(self.prefix, steps[-1])} in "
-                f"{self.directory}, which has no value of a metric; give the directory and the prefix of the KeepBest, "
-                "such as Saver(directory, prefix='best')"
+                "best_step: must have checkpoints of a KeepBest, got "
+                f"{format_name(self.prefix, steps[-1])} in {self.directory}, which has no value of "
+                "a metric; give the directory and the prefix of the KeepBest, such as "
+                "Saver(directory, prefix='best')"
             )
         return best
 
@@ -358,8 +390,8 @@ class Saver:
     def last_checkpoints(self) -> list[str]:
         """The paths of the checkpoints that `max_to_keep` counts, oldest first.
 
-        These are all but those that are kept for good, one every `keep_checkpoint_every_n_hours`, and the temporary
-        ones of a run, which its next save replaces.
+        These are all but those that are kept for good, one every `keep_checkpoint_every_n_hours`,
+        and the temporary ones of a run, which its next save replaces.
         """
         return self._engine.counted_checkpoints()
 
@@ -373,10 +405,10 @@ class Saver:
 
     @contextlib.contextmanager
     def flushing(self, flush: Callable[[], None]) -> Iterator[None]:
-        r"""A context in which each save calls a function in the background, before its checkpoint exists.
+        r"""Context in which saves call a function in the background, before the checkpoint exists.
 
-        What `flush` writes, such as a log, is therefore never older than the newest checkpoint. An exception that it
-        raises is an error of the save.
+        What `flush` writes, such as a log, is therefore never older than the newest checkpoint. An
+        exception that it raises is an error of the save.
 
         Args:
             flush: A function of no arguments. On several processes, the first one calls it.
@@ -394,10 +426,13 @@ class Saver:
             yield
 
     def close(self, *, wait: bool = True) -> None:
-        """Wait for the save in progress and close the Saver, which can still restore. A second call does nothing.
+        """Wait for the save in progress and close the Saver, which can still restore.
+
+        A second call does nothing.
 
         Args:
-            wait: Whether to wait. If not, a save in progress is lost with the process, which exits within a second.
+            wait: Whether to wait. If not, a save in progress is lost with the process, which exits
+                within a second.
 
         Raises:
             CheckpointError: The last save failed.
@@ -413,7 +448,8 @@ class Saver:
         except CheckpointError as failure:
             if error is None:
                 raise
-            exceptions.note(error, f"Additionally, {failure}")  # the error of the block matters more
+            # The error of the block matters more.
+            exceptions.note(error, f"Additionally, {failure}")
 
     def __repr__(self) -> str:
         return f"<jstep.Saver {self._engine.path_of_prefix}-*>"
@@ -427,8 +463,9 @@ def engine_of(saver: Saver) -> SaverEngine:
 def _step_or_none(step: object) -> int | None:
     if isinstance(step, str | os.PathLike):
         raise TypeError(
-            f"step={format_value(step)}: must be an integer, got {describe_type(step)}; the directory is an argument "
-            "of Saver, and the step names the checkpoint: Saver(directory).restore(target, step=1000)"
+            f"step={format_value(step)}: must be an integer, got {describe_type(step)}; the "
+            "directory is an argument of Saver, and the step names the checkpoint: "
+            "Saver(directory).restore(target, step=1000)"
         )
     return None if step is None else as_int(step, "step", 0)
 

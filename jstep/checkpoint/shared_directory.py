@@ -1,7 +1,8 @@
 """The check that all processes of a run see one directory.
 
-The first process writes a file of a new name and announces it; the others look for it below their own path. Comparing
-paths would not do: hosts mount one file system at different paths, and have local disks of the same path.
+The first process writes a file of a new name and announces it; the others look for it below their
+own path. Comparing paths would not do: hosts mount one file system at different paths, and have
+local disks of the same path.
 """
 
 import contextlib
@@ -17,13 +18,15 @@ from jstep.stores.owners import new_token, remove_temporary, space, temporary_pa
 from jstep.stores.urls import absolute, is_url, join_path, location
 
 OTHER_HOST_SECS = 60.0
-"""How long to look for a file of another host: for so long a network disk remembers that there was no directory."""
+"""How long to look for a file of another host: for so long a network disk remembers that there was
+no directory."""
 SAME_HOST_SECS = 2.0
 """How long to look for a file of this host, whose processes see each other's files immediately."""
 _POLL_SECS = 0.2
 _FILE = "shared"
 _OBJECTS = "~directory/"
-"""The beginning of the key in a bucket; it sorts before the mark, which must be the last of all keys."""
+"""The beginning of the key in a bucket; it sorts before the mark, which must be the last of all
+keys."""
 
 
 class _Announced(NamedTuple):
@@ -31,7 +34,8 @@ class _Announced(NamedTuple):
 
     Attributes:
         path: Its path of the directory.
-        name: The name of the file below it; empty if a PermissionError says that it may not write there.
+        name: The name of the file below it; empty if a PermissionError says that it may not write
+            there.
         space: Its host and container.
     """
 
@@ -43,21 +47,25 @@ class _Announced(NamedTuple):
 def check_shared(directory: str | os.PathLike[str], argument: str) -> None:
     """Check that `directory` is the same one on all processes, which all must call this.
 
-    If the first process may not write there (a PermissionError), nothing is checked: a run that has something to save
-    fails by itself.
+    If the first process may not write there (a PermissionError), nothing is checked: a run that has
+    something to save fails by itself.
 
     Args:
         directory: The path or URL of this process.
         argument: The argument that names it, for the error.
 
     Raises:
-        ValueError: A process does not find the file of the first one; names both paths. It is raised on all processes.
-        OSError: The first process cannot write there, for another reason. It is raised on all processes.
+        ValueError: A process does not find the file of the first one; names both paths. It is
+            raised on all processes.
+        OSError: The first process cannot write there, for another reason. It is raised on all
+            processes.
     """
     if processes.is_single_process():
         return
     path = absolute(location(directory, argument))
-    announced = _Announced(*json.loads(processes.text_from_first(lambda: _announce(path), (OSError,))))
+    announced = _Announced(
+        *json.loads(processes.text_from_first(lambda: _announce(path), (OSError,)))
+    )
     problem = f"{argument}: must be one directory of all processes"
     try:
         processes.share_errors(lambda: _look_for(announced, path, argument), problem, ValueError)
@@ -65,8 +73,8 @@ def check_shared(directory: str | os.PathLike[str], argument: str) -> None:
         if processes.is_process_0() and announced.name:
             _remove(path, announced.name)
     if is_url(announced.path):
-        # All wait until the object is removed. Otherwise another process might list a bucket without a mark meanwhile,
-        # and take a list that changes while it is read for a truncated one.
+        # All wait until the object is removed. Otherwise another process might list a bucket
+        # without a mark meanwhile, and take a list that changes while it is read as truncated.
         processes.any_process(False)
 
 
@@ -101,9 +109,10 @@ def _look_for(announced: _Announced, path: str, argument: str) -> None:
     while not _exists(path, announced.name):
         if time.monotonic() >= deadline:
             raise ValueError(
-                f"{argument}={path!r}: must be the directory of process 0, got one without the file that process 0 has "
-                f"just written, {join_path(announced.path, announced.name)!r}; give all processes one directory, on a "
-                "file system that they share or in a bucket"
+                f"{argument}={path!r}: must be the directory of process 0, got one without the "
+                "file that process 0 has just written, "
+                f"{join_path(announced.path, announced.name)!r}; give all processes one directory, "
+                "on a file system that they share or in a bucket"
             )
         time.sleep(_POLL_SECS)
 

@@ -1,4 +1,4 @@
-"""Filling a target from saved arrays, in a checkpoint or in files of weights: its leaves, and their placement."""
+"""Filling a target from arrays of a checkpoint or files of weights: leaves and their placement."""
 
 import dataclasses
 import functools
@@ -51,10 +51,12 @@ class TargetLeaf(Generic[Source]):
 
     @property
     def sharding_of_data(self) -> Any:
-        """The sharding to read an array with; None to read it into NumPy, from where `place_leaf` places it."""
-        if not trees.is_key(self.leaf) or isinstance(self.sharding, NamedSharding | SingleDeviceSharding):
+        """The sharding to read an array with; None to read it into NumPy, for `place_leaf`."""
+        splits_no_data = isinstance(self.sharding, NamedSharding | SingleDeviceSharding)
+        if not trees.is_key(self.leaf) or splits_no_data:
             return self.sharding
-        # The data of a key has more axes than the key, and another kind of sharding than these two may split them.
+        # The data of a key has more axes than the key, and another kind of sharding than these two
+        # may split them.
         return None
 
 
@@ -83,7 +85,10 @@ class TargetMatch(Generic[_Wanted]):
         differing: list[str] = []
         for want in self.wanted:
             if want.is_missing:
-                missing.append(repr(want.path) if want.name == want.path else f"{want.name!r} (for {want.path!r})")
+                shown = repr(want.name)
+                if want.name != want.path:
+                    shown += f" (for {want.path!r})"
+                missing.append(shown)
             if want.problem:
                 differing.append(want.problem)
         unused = [repr(name) for name in self.unused]
@@ -99,13 +104,17 @@ def check_has_value(wanted: TargetLeaf[Any]) -> None:
     """Raise an error if a leaf that nothing is restored into is a shape, or was deleted."""
     if not has_value(wanted.leaf):
         raise ValueError(
-            f"target: {trees.quote_path(wanted.path)} stays as it is, since it was left out of what was saved or "
-            "nothing there fits it, and must have a value, got a shape or a deleted array; pass an array there"
+            f"target: {trees.quote_path(wanted.path)} stays as it is, since it was left out of "
+            "what was saved or nothing there fits it, and must have a value, got a shape or a "
+            "deleted array; pass an array there"
         )
 
 
 def target_kind(leaf: Any, path: str, advice: str) -> tuple[tuple[int, ...], Any]:
-    """Return the shape and dtype (in native byte order) of a target's leaf; an error ends with the advice."""
+    """Return the shape and dtype (in native byte order) of a target's leaf.
+
+    An error ends with the advice.
+    """
     if trees.is_python_number(leaf):
         return (), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
     if isinstance(leaf, jax.ShapeDtypeStruct) or trees.is_array(leaf):
@@ -116,7 +125,7 @@ def target_kind(leaf: Any, path: str, advice: str) -> tuple[tuple[int, ...], Any
 
 
 def kind_of_data(leaf: Any, kind: tuple[tuple[int, ...], Any]) -> tuple[tuple[int, ...], Any]:
-    """Return the shape and dtype to read for a leaf of a kind: for PRNG keys, those of their data."""
+    """Return shape and dtype to read for a leaf of a kind: for PRNG keys, those of their data."""
     if not trees.is_key(leaf):
         return kind
     data = jax.eval_shape(jax.random.key_data, leaf)
@@ -127,14 +136,17 @@ def place_leaf(wanted: TargetLeaf[Any], value: Any) -> Any:
     """Return a leaf in its own memory, with its sharding.
 
     Args:
-        value: An array of NumPy; its parts in this process; or an array on devices, which nothing else uses.
+        value: An array of NumPy; its parts in this process; or an array on devices, which nothing
+            else uses.
     """
     if wanted.is_numpy and not isinstance(value, jax.Array | Mapping):
         return np.array(_cast(wanted, np.asarray(value)))
     placed = _place_data(wanted, value)
     if trees.is_key(wanted.leaf):
         return _wrap_key_data(wanted, placed)
-    return placed if wanted.sharding in (None, placed.sharding) else jax.device_put(placed, wanted.sharding)
+    if wanted.sharding in (None, placed.sharding):
+        return placed
+    return jax.device_put(placed, wanted.sharding)
 
 
 def _place_data(wanted: TargetLeaf[Any], value: Any) -> Any:
@@ -170,16 +182,21 @@ def _wrap_key_data(wanted: TargetLeaf[Any], data: Any) -> Any:
 
 
 def parts_of(array: jax.Array) -> dict[placement.ShardBounds, np.ndarray[Any, Any]]:
-    """Return the shards that this process holds, one for each region of the array, as NumPy arrays."""
+    """Return this process's shards, one for each region of the array, as NumPy arrays."""
     with meshes.internal_transfers():
         shards = array.addressable_shards
-        return {placement.bounds(shard.index, array.shape): np.asarray(shard.data) for shard in shards}
+        return {
+            placement.bounds(shard.index, array.shape): np.asarray(shard.data) for shard in shards
+        }
 
 
 def _cast(wanted: TargetLeaf[Any], array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Cast an array to the leaf's dtype; warn if finite numbers become infinite or NaN."""
     if not wanted.is_numpy and jax.dtypes.canonicalize_dtype(wanted.dtype) != wanted.dtype:
-        raise ValueError(f"target: {wanted.path!r} is {wanted.dtype}, which JAX supports only with jax_enable_x64")
+        raise ValueError(
+            f"target: {wanted.path!r} is {wanted.dtype}, which JAX supports "
+            "only with jax_enable_x64"
+        )
     if array.dtype == wanted.dtype:
         return array
     with np.errstate(all="ignore"):
@@ -188,14 +205,18 @@ def _cast(wanted: TargetLeaf[Any], array: np.ndarray[Any, Any]) -> np.ndarray[An
         changed = array[result != array]
         if changed.size:
             raise ValueError(
-                f"target: {wanted.path!r} is {wanted.dtype} and cannot represent {changed[0]}; enable jax_enable_x64"
+                f"target: {wanted.path!r} is {wanted.dtype} and cannot represent {changed[0]}; "
+                "enable jax_enable_x64"
             )
         return result
     if _largest(result.dtype) < _largest(array.dtype):
         lost = np.count_nonzero(np.isfinite(array) & ~np.isfinite(result))
         if lost:
             logger.warning(
-                "target: %d finite numbers of %r are outside the range of %s", lost, wanted.path, wanted.dtype
+                "target: %d finite numbers of %r are outside the range of %s",
+                lost,
+                wanted.path,
+                wanted.dtype,
             )
     return result
 

@@ -14,7 +14,8 @@ IS_UNREADABLE = "cannot be restored"
 SHOWN = 3
 """The maximum number of problems in a message."""
 MAX_VERIFIED_BYTES = 2**28
-"""The maximum bytes of other checkpoints that are verified for an error message: 1 TB would delay it by an hour."""
+"""The maximum bytes of other checkpoints that are verified for an error message: 1 TB would delay
+it by an hour."""
 
 
 class Verdict(NamedTuple):
@@ -46,8 +47,10 @@ def verify(store: Store, path: str, step: int, max_bytes: int) -> Verdict:
         return Verdict(False)
 
 
-def unusable(store: Store, prefix: str, path: str, problems: Sequence[str], *, is_corrupted: bool) -> CheckpointError:
-    """Return an error that says what is wrong with a checkpoint, and which one is intact instead."""
+def unusable(
+    store: Store, prefix: str, path: str, problems: Sequence[str], *, is_corrupted: bool
+) -> CheckpointError:
+    """Return an error that says what is wrong with a checkpoint, and which other one is intact."""
     try:
         advice = _advice(store, prefix, path)
     except OSError as error:
@@ -58,7 +61,7 @@ def unusable(store: Store, prefix: str, path: str, problems: Sequence[str], *, i
 
 
 def _advice(store: Store, prefix: str, path: str) -> str:
-    """Name the newest intact checkpoint beside an unusable one, and the command to resume from it."""
+    """Name the newest intact checkpoint beside an unusable one, and a command to resume from it."""
     conflicting: list[str] = []
     max_bytes = MAX_VERIFIED_BYTES
     for step, other in store.newest_first(prefix):
@@ -77,7 +80,9 @@ def _advice(store: Store, prefix: str, path: str) -> str:
     return lack + _command_to_resume(store, prefix, conflicting, -1, "start from scratch")
 
 
-def _command_to_resume(store: Store, prefix: str, conflicting: list[str], step: int, purpose: str) -> str:
+def _command_to_resume(
+    store: Store, prefix: str, conflicting: list[str], step: int, purpose: str
+) -> str:
     """Return the command that lets `train` resume from a step; -1 for none.
 
     It deletes nothing: this may be the last copy.

@@ -70,7 +70,8 @@ def make_chunks(
         batches: As `CopiedBatches`.
         start: The step of the first batch.
         on_device: Whether batches are put on the default device, as in `ProgramTable`.
-        ends: The steps at which chunks must end, in increasing order; no chunk follows the last one.
+        ends: The steps at which chunks must end, in increasing order; no chunk follows the last
+            one.
     """
     place_one = None if sharding is None and not on_device else make_placer(as_shardings(sharding))
     place_stacked = None if sharding is None else make_placer(as_shardings(sharding, stacked=True))
@@ -86,12 +87,19 @@ def make_chunks(
                 return
             previous_shapes = shapes
             batch, shapes, position = item
-            # A looped program may have been replaced by a longer one: it is looked up for each call.
-            if program is None or program.is_looped or step >= program.stage.stop or shapes != previous_shapes:
+            # A looped program may have been replaced by a longer one: it is looked up for each
+            # call.
+            if (
+                program is None
+                or program.is_looped
+                or step >= program.stage.stop
+                or shapes != previous_shapes
+            ):
                 program = program_for(step, shapes, functools.partial(_make_args, batch, place_one))
             item = None
             if not program.is_stacked:
-                args = batch_to_args(batch if place_one is None else place_one(batch))  # `_make_args`, without a call
+                # As `_make_args`, without its call.
+                args = batch_to_args(batch if place_one is None else place_one(batch))
                 yield Chunk(program, args, 1, step, position)
                 step += 1
                 continue
@@ -106,8 +114,8 @@ def make_chunks(
                 item = None
             num_steps = len(batches_of_call)
             batch = _stack_batches(batches_of_call, program.max_steps)
-            # Here and not when it is assigned again: the call would hold each batch twice, and a stage that is not
-            # stacked would hold those of the latest one that is.
+            # Here and not when it is assigned again: the call would hold each batch twice, and a
+            # stage that is not stacked would hold those of the latest one that is.
             del batches_of_call
             yield Chunk(program, _make_args(batch, place_stacked), num_steps, step, position)
             step += num_steps
@@ -118,7 +126,10 @@ def _make_args(batch: Tree, place: Callable[[Any], Any] | None) -> tuple[Any, ..
 
 
 def _stack_batches(batches: list[Any], max_steps: int) -> Any:
-    """Stack batches for a program of so many steps; the last one is repeated as padding, which is not trained on."""
+    """Stack batches for a program of so many steps.
+
+    The last one is repeated as padding, which is not trained on.
+    """
 
     def stack(*column: Any) -> Any:
         return _stack_arrays(column) if isinstance(column[0], jax.Array) else np.stack(column)
@@ -137,7 +148,10 @@ _MAX_CHANGES = 64
 
 
 class ProgramChanges(NamedTuple):
-    """The steps at which calls need another program: another stage begins, or the shapes of the batches change."""
+    """The steps at which calls need another program.
+
+    There, another stage begins, or the shapes of the batches change.
+    """
 
     stages: TrainSteps
     next_shape_change: Callable[[int], int | None]

@@ -36,7 +36,8 @@ from jstep.training.step import TrainStep, step_function
 _MAX_AHEAD = 2
 """The maximum number of programs compiled ahead; each takes device memory."""
 _MANY_PROGRAMS = 5
-"""The number of programs of a stage, each for another shape of the batch, after which padding is recommended."""
+"""The number of programs of a stage, each for another shape of the batch, after which padding is
+recommended."""
 _HINT = "; if it is the smaller last batch of an epoch, drop_remainder=True leaves it out"
 
 
@@ -45,9 +46,10 @@ class CompileJob(NamedTuple):
 
     Attributes:
         first: The first step that needs it.
-        make: Compiles it for the arguments of one step, of which the shapes count. That of the first program ignores
-            them, as it waits for its shapes.
-        args: The shapes to call `make` with; None for those of the latest chunk when the compilation begins.
+        make: Compiles it for the arguments of one step, of which the shapes count. That of the
+            first program ignores them, as it waits for its shapes.
+        args: The shapes to call `make` with; None for those of the latest chunk when the
+            compilation begins.
         is_quiet: Whether nothing is logged of it.
     """
 
@@ -73,11 +75,12 @@ class _Shapes(NamedTuple):
 
 
 Peek = Callable[[Callable[[], bool]], Any]
-"""`peek(is_over)` waits for the first batch, or its shapes; it returns None if there is none, or once `is_over()`."""
+"""`peek(is_over)` waits for the first batch, or its shapes; it returns None if there is none, or
+once `is_over()`."""
 
 
 class Compiler:
-    """Compiles a run's programs: in background threads, one at a time, and at the first call of each.
+    """Compiles a run's programs: in background threads, one at a time, and at their first calls.
 
     Errors in the background are logged only: the step that needs the program raises them.
 
@@ -85,7 +88,8 @@ class Compiler:
         counts: The compilations that the loop's thread has waited for.
         jobs: The programs to be compiled ahead, in the order of their steps.
         begun: Those in progress or compiled that no call has needed yet.
-        closed: Set once the run closes, so that no thread waits any longer for the shapes of a batch.
+        closed: Set once the run closes, so that no thread waits any longer for the shapes of a
+            batch.
     """
 
     def __init__(self, table: ProgramTable, signals: StopSignals, watch: Stopwatch) -> None:
@@ -96,15 +100,19 @@ class Compiler:
         self.jobs: deque[CompileJob] = deque()
         self.begun: deque[BegunJob] = deque()
         self.closed = threading.Event()
-        self._num_programs: dict[int, int] = {}  # id of a compiled function → the number of its programs
-        self._latest_due: Program | None = None  # the program that was compiled last because it was due
+        # The id of a compiled function → the number of its programs.
+        self._num_programs: dict[int, int] = {}
+        # The program that was compiled last because it was due.
+        self._latest_due: Program | None = None
         self._shapes: _Shapes | None = None  # of the latest compilation
         # id of a stage → how often it was compiled because its batch had another shape
         self._recompilations = Counter[int]()
 
     # In the background.
 
-    def begin_first(self, first: int, batch_sharding: object, times: StartTimes, peek: Peek) -> None:
+    def begin_first(
+        self, first: int, batch_sharding: object, times: StartTimes, peek: Peek
+    ) -> None:
         """Begin to compile the first program, once `peek` knows its shapes."""
         stage = self.table.stage_of(first)
 
@@ -122,17 +130,21 @@ class Compiler:
             self._begin(CompileJob(first, stage.name, make, is_quiet=True))
 
     def plan(self, source: BatchSource, first: int, last_step: int, batch_sharding: object) -> None:
-        """Queue the compilations of later programs, and check the stages, with their batches if these are known now.
+        """Queue the compilations of later programs, and check the stages.
 
-        `begin_next` begins the compilations, one at a time.
+        The stages are checked with their batches if these are known now. `begin_next` begins the
+        compilations, one at a time.
         """
         table = self.table
-        steps = list(ProgramChanges(table.train_steps, source.next_change).start_steps(first, last_step))
+        steps = list(
+            ProgramChanges(table.train_steps, source.next_change).start_steps(first, last_step)
+        )
         for step in steps:
             _check_increments(table.stage_of(step), has_several=len(table.stages) > 1)
         if len(steps) == 1:
             return
-        # Optimizers that need no check here: the call of the first stage, which follows, checks its own.
+        # Optimizers that need no check here: the call of the first stage, which follows, checks its
+        # own.
         fitting = [_optimizer_of(table.stage_of(first))]
         seen: set[Any] = set()
         for step in steps:
@@ -141,7 +153,8 @@ class Compiler:
             begins_stage = step == stage.first
             optimizer = _optimizer_of(stage)
             args = None
-            # If the source does not know its shapes, `item` may make the batch, which only a later stage is worth.
+            # If the source does not know its shapes, `item` may make the batch, which only a later
+            # stage is worth.
             has_shapes = source.knows_shapes or (source.has_items and begins_stage and not is_first)
             if has_shapes and stage.is_compilable:
                 args = shapes_of_batch(source, step, batch_sharding)
@@ -160,14 +173,16 @@ class Compiler:
                 _check_stage(stage, table.state_shapes, args, step)
             # Without shapes of its own, a new stage is compiled for those of the latest chunk.
             if stage.is_compilable and (begins_stage or args is not None):
-                self.jobs.append(CompileJob(step, stage.name, functools.partial(table.compile, step), args))
+                self.jobs.append(
+                    CompileJob(step, stage.name, functools.partial(table.compile, step), args)
+                )
 
     def _begin(self, job: CompileJob, args: tuple[Any, ...] = ()) -> None:
         task = functools.partial(_compile_job, job, args)
         self.begun.append(BegunJob(job, run_in_background(task, name="jstep-compile")))
 
     def begin_next(self, args: tuple[Any, ...]) -> None:
-        """Begin the next compilation, for the shapes of these arguments if the job has none of its own."""
+        """Begin the next compilation, for the shapes of `args` if the job has none of its own."""
         if not self.jobs or len(self.begun) == _MAX_AHEAD:
             return
         if self.begun and not self.begun[-1].task.done():  # one at a time
@@ -176,7 +191,7 @@ class Compiler:
         self._begin(job, shapes_of(args) if job.args is None else job.args)
 
     def wait(self, step: int, *, can_interrupt: bool) -> None:
-        """Wait for the programs in progress that this step needs, and drop the jobs for it that have not begun."""
+        """Wait for the programs in progress that this step needs; drop its jobs not yet begun."""
         while self.begun:
             job, task = self.begun[0]
             if step < job.first:
@@ -198,7 +213,7 @@ class Compiler:
     # At the first call.
 
     def compile_due(self, state: Tree, chunk: Chunk) -> None:
-        """Compile the program of a chunk, apart from this thread, so that a signal may end the wait for it."""
+        """Compile a chunk's program, apart from this thread, so that a signal may end the wait."""
         program = chunk.program
         stage = program.stage
         if program is self._latest_due:
@@ -210,7 +225,9 @@ class Compiler:
             return
         with self.table.compiling(stage.name):
             try:
-                with self._signals.allow_interrupts() if can_interrupt else contextlib.nullcontext():
+                with (
+                    self._signals.allow_interrupts() if can_interrupt else contextlib.nullcontext()
+                ):
                     lowered = program.lower(state, chunk.args, self.table.sums)
             except Exception as error:
                 forget_frames(error)
@@ -233,7 +250,7 @@ class Compiler:
             logger.info("compiling %s for %s", stage.name, _steps(chunk))
 
     def log_if_recompiled(self, state: Tree, chunk: Chunk, *, is_first_of_stage: bool) -> None:
-        """After a call in which something was compiled: if it was the program, and not for the first time, say why."""
+        """If a call has compiled its program, and not for the first time, log why."""
         program = chunk.program
         stage = program.stage
         num_programs = _count_programs(program.step)
@@ -244,7 +261,9 @@ class Compiler:
         if not has_grown:
             return
         previous = self._shapes
-        self._shapes = _Shapes(batch=shapes_of(trees.args_to_batch(chunk.step_args)), state=shapes_of(state))
+        self._shapes = _Shapes(
+            batch=shapes_of(trees.args_to_batch(chunk.step_args)), state=shapes_of(state)
+        )
         was_ready = program.is_compiled_ahead and not program.is_called
         if previous is not None and stage.is_compilable and not is_first_of_stage and not was_ready:
             self._log_recompilation(chunk, previous, self._shapes)
@@ -261,10 +280,12 @@ class Compiler:
 
     def _warn_of_shapes(self, stage: Stage) -> None:
         self._recompilations[id(stage)] += 1
-        if self._recompilations[id(stage)] == _MANY_PROGRAMS - 1:  # the first one was no recompilation
+        if self._recompilations[id(stage)] == _MANY_PROGRAMS - 1:
+            # The first compilation was not counted.
             logger.warning(
-                "%s was compiled %d times, for batches of as many shapes, and waits for the compiler at each new one: "
-                "pad batches to a few shapes, see docs: recipes/batch-shapes",
+                "%s was compiled %d times, for batches of as many shapes, and "
+                "waits for the compiler at each new one: pad batches to a few "
+                "shapes, see docs: recipes/batch-shapes",
                 stage.name,
                 _MANY_PROGRAMS,
             )
@@ -273,26 +294,30 @@ class Compiler:
 def _count_programs(step: Any) -> int | None:
     """Return how many programs JAX has of a compiled function; None if it does not say.
 
-    `_cache_size` of a function of `jax.jit` is private, the exception to our rule; only lines of the log depend on it.
-    What is public, `jax.monitoring`, counts all that a thread compiles: also the programs that sum metrics, or those of
-    a hook. Without `_cache_size`, these counts are used.
+    `_cache_size` of a function of `jax.jit` is private, the exception to our rule; only lines of
+    the log depend on it. What is public, `jax.monitoring`, counts all that a thread compiles: also
+    the programs that sum metrics, or those of a hook. Without `_cache_size`, these counts are used.
     """
     cache_size = getattr(step, "_cache_size", None)
     return None if cache_size is None else int(cache_size())
 
 
 def _recompilation_cause(name: str, old: Tree, new: Tree) -> str:
-    """Describe how two trees of shapes differ, for which JAX has two programs; "" if they are alike."""
+    """Describe how two trees of shapes differ, so that JAX recompiles; "" if they are alike."""
     different = describe_difference(new, old)
     if different:
         return f"its {name} is now one {different}"
     if trees.structure(new) != trees.structure(old):
         return f"its {name} is now one in other containers"
-    for (path, new_leaf), old_leaf in zip(trees.leaves_with_paths(new), jax.tree.leaves(old), strict=True):
+    pairs = zip(trees.leaves_with_paths(new), jax.tree.leaves(old), strict=True)
+    for (path, new_leaf), old_leaf in pairs:
         new_place = _placement(new_leaf)
         old_place = _placement(old_leaf)
         if new_place != old_place:
-            return f"the placement of its {name} differs ({path or 'the array'}: {old_place} before, {new_place} now)"
+            return (
+                f"the placement of its {name} differs ({path or 'the array'}: {old_place} "
+                f"before, {new_place} now)"
+            )
     return ""
 
 
@@ -339,10 +364,15 @@ def compile_apart(lowered: Any, signals: StopSignals, *, can_interrupt: bool) ->
 
 def _warn_if_running(task: Task[Any]) -> None:
     if not task.done():
-        logger.warning("a compilation in the background cannot be stopped: the process ends when it has finished")
+        logger.warning(
+            "a compilation in the background cannot be stopped: the process ends when "
+            "it has finished"
+        )
 
 
-def shapes_of_batch(source: BatchSource, step: int, batch_sharding: object) -> tuple[Any, ...] | None:
+def shapes_of_batch(
+    source: BatchSource, step: int, batch_sharding: object
+) -> tuple[Any, ...] | None:
     try:
         batch = copy_batch(source.item(step), fresh=True)
     except IndexError:
@@ -369,7 +399,7 @@ def _optimizer_of(stage: Stage) -> Optimizer | None:
 
 
 def _check_increments(stage: Stage, *, has_several: bool) -> None:
-    """Reject a stage of which it is known, without a trace, that it does not increment the global step."""
+    """Reject a stage that is known, without a trace, not to increment the global step."""
     function = step_function(stage.step)
     if function is not None and function.increments is False:
         name = f"train_step[{stage.first}]" if has_several else "train_step"
@@ -377,8 +407,9 @@ def _check_increments(stage: Stage, *, has_several: bool) -> None:
 
 
 _NO_INCREMENT = (
-    "does not increment global_step, which each step of a run must do once; pass increment_global_step=False only to "
-    "updates inside a step of your own, and end it with state = jstep.increment_global_step(state)"
+    "does not increment global_step, which each step of a run must do once; pass "
+    "increment_global_step=False only to updates inside a step of your own, and end it with "
+    "state = jstep.increment_global_step(state)"
 )
 
 
@@ -400,7 +431,7 @@ def _describe_misfit(name: str, step: int, which: str, error: Exception) -> str:
 
 
 def _check_stage(stage: Stage, state: Tree, args: tuple[Any, ...], step: int) -> None:
-    """Check that a stage takes the batch of a step, and returns the next state, of the same structure."""
+    """Check that a stage takes a step's batch and returns the next state, of the same structure."""
     if step == stage.first:
         name = f"train_step[{step}]"
         which = _FIRST_OF_STAGE
@@ -417,8 +448,9 @@ def _check_stage(stage: Stage, state: Tree, args: tuple[Any, ...], step: int) ->
     different = describe_difference(new, state)
     if different:
         raise ValueError(
-            f"{name}: all train steps of a run share one structure of the state, but this one returns a state "
-            f"{different}; freeze parameters with var_list, and give all stages optimizers with the same slots"
+            f"{name}: all train steps of a run share one structure of the state, but this one "
+            f"returns a state {different}; freeze parameters with var_list, and give all stages "
+            "optimizers with the same slots"
         )
     # Of a step of `minimize` it is known without a trace.
     if step_function(stage.step) is None and _keeps_step(traced, state, args):
@@ -430,7 +462,8 @@ def _keeps_step(traced: Any, state: Tree, args: tuple[Any, ...]) -> bool:
     treedef = trees.structure((state, args))
     given, _ = treedef.unflatten(range(treedef.num_leaves))
     copied = copied_inputs(body_of(traced.jaxpr))
-    returned, *_ = trees.structure(traced.out_info).unflatten([-1 if i is None else i for i in copied])
+    origins = [-1 if i is None else i for i in copied]
+    returned, *_ = trees.structure(traced.out_info).unflatten(origins)
     if not isinstance(given, TrainState) or not isinstance(returned, TrainState):
         return False
     return bool(returned.global_step == given.global_step)

@@ -1,4 +1,4 @@
-"""The calls of a run: how many steps they have under "auto", and the checks and warnings of the first one."""
+"""The calls of a run: their steps under "auto", and the checks and warnings of the first one."""
 
 import contextlib
 import functools
@@ -32,21 +32,25 @@ from jstep.training.watched_updates import known_updates, warn_of_unfrozen
 ChunkListener = Callable[[Chunk, Any], None]
 """`listener(chunk, state)` is called after the call of a chunk, with the state that it returned."""
 CountExamples = Callable[[int | None, tuple[Any, ...]], int | None]
-"""`count_examples(rows, shapes)`: the number of examples in a batch of these shapes, whose leading axis is `rows`."""
+"""`count_examples(rows, shapes)`: the number of examples in a batch of these shapes, whose leading
+axis is `rows`."""
 
 
 class Dispatch:
-    """The calls of a run: `state, metrics = dispatch(state, chunk)`. It waits for the device only to time "auto".
+    """The calls of a run: `state, metrics = dispatch(state, chunk)`.
+
+    It waits for the device only to time "auto".
 
     Args:
         first_call: A context for the first call of the run.
         stage_listeners: Told of the first call of each stage.
-        count_examples: How to count the examples of a batch; None if their number is that of its rows.
+        count_examples: How to count the examples of a batch; None if their number is that of its
+            rows.
 
     Attributes:
         call_listeners: Told of each call.
-        due_listeners: Those that are to be told of the latest call. The run tells them, once it has the new state: an
-            error of a listener must not lose it, as the one before was donated.
+        due_listeners: Those that are to be told of the latest call. The run tells them, once it has
+            the new state: an error of a listener must not lose it, as the one before was donated.
     """
 
     def __init__(
@@ -69,8 +73,9 @@ class Dispatch:
         self.due_listeners: Sequence[ChunkListener] = ()
         self._auto = AutoSteps(table) if table.is_auto else None
         self._latest: Program | None = None
-        # With `on_device`, some step is not compiled. It may make arrays of equal shapes from batches of different
-        # ones. So processes may rightly pass it batches of different shapes, and these are not compared.
+        # With `on_device`, some step is not compiled. It may make arrays of equal shapes from
+        # batches of different ones. So processes may rightly pass it batches of different shapes,
+        # and these are not compared.
         self._agreed = None if processes.is_single_process() or table.on_device else AgreedShapes()
 
     def compile_for(self, state: Tree, chunk: Chunk) -> None:
@@ -85,7 +90,8 @@ class Dispatch:
         counts = self.compiler.counts
         programs_before = counts.programs
         if self._agreed is not None:
-            # The program stands for the shapes of the batch: it was found by them, and is compared by identity.
+            # The program stands for the shapes of the batch: it was found by them, and is compared
+            # by identity.
             self._agreed.check(state, chunk.args, program)
         if not program.is_settled:
             self.compile_for(state, chunk)
@@ -105,7 +111,7 @@ class Dispatch:
         return result
 
     def _settle(self, chunk: Chunk) -> None:
-        """After a call of a program: begin the next compilation, or note that its calls need nothing besides `run`.
+        """After a call of a program: begin the next compilation, or mark the program as settled.
 
         A run plans its compilations before the first call, so none follows once they are done.
         """
@@ -130,7 +136,9 @@ class Dispatch:
     def _run_in_contexts(self, state: Tree, chunk: Chunk, began: float) -> Any:
         """Run a chunk whose program is new, whose time counts, or that is being profiled."""
         program = chunk.program
-        annotation = jax.profiler.StepTraceAnnotation("train", step_num=chunk.first) if is_profiling() else _NO_CONTEXT
+        annotation: contextlib.AbstractContextManager[Any] = _NO_CONTEXT
+        if is_profiling():
+            annotation = jax.profiler.StepTraceAnnotation("train", step_num=chunk.first)
         try:
             watching = _NO_CONTEXT if program.is_called else program.stage.watching()
             with self._context_of_call(), annotation, watching:
@@ -146,7 +154,10 @@ class Dispatch:
         return result
 
     def _note_compiled(self, state: Tree, chunk: Chunk, result: Any, began: float) -> None:
-        """After a call that compiled its program: count its time as `starting`, and check a stage's first result."""
+        """After a call that compiled its program: count its time as `starting`.
+
+        Also check a stage's first result.
+        """
         program = chunk.program
         is_first_of_stage = program.stage.begin()
         self.compiler.log_if_recompiled(state, chunk, is_first_of_stage=is_first_of_stage)
@@ -188,7 +199,8 @@ is_profiling = getattr(jax.profiler.StepTraceAnnotation, "is_enabled", lambda: T
 """Whether a trace of the profiler is on, which costs less than an annotation."""
 
 
-# `steps_per_call="auto"`: the maximum number of steps of a call is chosen from the times and the lengths of calls.
+# `steps_per_call="auto"`: the maximum number of steps of a call is chosen from the times and the
+# lengths of calls.
 
 MAX_CALL_SECS = 5e-3
 """The maximum duration of a call, in seconds."""
@@ -199,18 +211,19 @@ _TIMED_CALLS = 5
 
 
 def choose_max_steps(seconds: float) -> int:
-    """Return the largest power of 2 whose call is short enough, if a step takes so many seconds; at least 1."""
+    """Return the largest power of 2, ≥ 1, whose call is short enough for this time of a step."""
     exponent = max(0, math.floor(math.log2(MAX_CALL_SECS / seconds)))
     return int(min(MAX_STEPS_PER_CALL, 2**exponent))
 
 
 class AutoSteps:
-    """Times the first calls of a run, waiting for the device, then switches to longer ones, and times these as well.
+    """Times the first calls of a run, then switches to longer ones, and times these as well.
 
-    A single call of a quick step takes many times as long as the step: it is dispatched, and waited for. So the time of
-    a step is measured again in the longer calls, until it gives no longer ones. Calls that hooks end early are padded
-    to the maximum, so the maximum is lowered if no call was longer than half of it. All processes switch after the same
-    call.
+    It waits for the device to time calls. A single call of a quick step takes many times as long as
+    the step: it is dispatched, and waited for. So the time of a step is measured again in the
+    longer calls, until it gives no longer ones. Calls that hooks end early are padded to the
+    maximum, so the maximum is lowered if no call was longer than half of it. All processes switch
+    after the same call.
 
     Attributes:
         is_over: Whether no more calls are timed.
@@ -220,7 +233,8 @@ class AutoSteps:
         self.is_over = False
         self._table = table
         self._clock = clock
-        self._max_steps = table.max_steps  # what was chosen last; the table has it once its programs are compiled
+        # What was chosen last; the table has it once its programs are compiled.
+        self._max_steps = table.max_steps
         self._calls_left = _UNTIMED_CALLS + _TIMED_CALLS
         self._seconds = math.inf  # of a step, in the shortest call so far
         self._longest = 1  # steps of a call, since the last choice
@@ -247,9 +261,13 @@ class AutoSteps:
             seconds = float(processes.max_over_processes(np.array([seconds], np.float32))[0])
         before = self._max_steps or 1
         max_steps = choose_max_steps(seconds)
-        if self._longest <= before // 2:  # the least power of 2 that holds the longest call is less than `before`
+        if self._longest <= before // 2:
+            # The least power of 2 that holds the longest call is less than `before`.
             max_steps = 2 ** math.ceil(math.log2(self._longest))
-            text = 'steps_per_call="auto": %s per call, as none had more than %d (one step takes %.3g ms)'
+            text = (
+                'steps_per_call="auto": %s per call, as none had more than %d '
+                "(one step takes %.3g ms)"
+            )
             logger.info(text, _steps_text(max_steps), self._longest, 1e3 * seconds)
             self._begin_switch(max_steps, is_last=True)
         elif max_steps <= before:
@@ -302,14 +320,19 @@ def check_result(result: object) -> None:
             kinds = ", ".join(type(part).__name__ for part in result)
             returned = f"({kinds})"
         raise TypeError(
-            f"train_step must return (state, metrics), a TrainState and a mapping of names to values, got {returned}"
-            "; jstep.minimize(loss_fn, optimizer) makes such a step from a loss"
+            "train_step must return (state, metrics), a TrainState and a mapping "
+            f"of names to values, got {returned}; jstep.minimize(loss_fn, "
+            "optimizer) makes such a step from a loss"
         )
     for name in metrics:
         if not isinstance(name, str):
-            raise TypeError(f"train_step: the name of a metric must be a string, got {format_value(name)}")
+            raise TypeError(
+                f"train_step: the name of a metric must be a string, got {format_value(name)}"
+            )
     if isinstance(metrics.get(LOSS), MeanOf):
-        raise TypeError("train_step: the metric 'loss' must be a number, got a mean_of; give that another name")
+        raise TypeError(
+            "train_step: the metric 'loss' must be a number, got a mean_of; give that another name"
+        )
 
 
 def warn_of_redundant_rows(chunk: Chunk, state: Tree) -> None:
@@ -323,8 +346,8 @@ def warn_of_redundant_rows(chunk: Chunk, state: Tree) -> None:
     if traced is None or shards_arrays(traced.jaxpr):
         return
     logger.warning(
-        "batches are not sharded and parameters are replicated, so each of the %d devices computes all rows of every "
-        "batch; give train batch_sharding=%r, or place the batches on the mesh",
+        "batches are not sharded and parameters are replicated, so each of the %d devices computes "
+        "all rows of every batch; give train batch_sharding=%r, or place the batches on the mesh",
         mesh.size,
         mesh.axis_names[0],
     )

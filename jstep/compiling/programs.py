@@ -1,7 +1,7 @@
-"""The programs of a run: the shapes of batches and of the state, and the program of a stage for them.
+"""The programs of a run: shapes of batches and of the state, and a stage's program for them.
 
-The glossary of CONTRIBUTING.md defines these words. `compiler.py` decides when a program is compiled, and
-`dispatch.py` runs it.
+The glossary of CONTRIBUTING.md defines these words. `compiler.py` decides when a program is
+compiled, and `dispatch.py` runs it.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def type_text(leaf: object) -> str:
 
 
 def _stack_shapes(tree: Tree, steps: int) -> Any:
-    """Return the shapes of batches stacked for so many steps; no axis of a mesh divides the steps."""
+    """Return the shapes of batches stacked for so many steps; no mesh axis divides the steps."""
 
     def leaf(shape: Any) -> Any:
         if not isinstance(shape, jax.ShapeDtypeStruct):
@@ -92,10 +92,12 @@ class Program:
         is_stacked: Whether it takes the batches of several steps, stacked.
         rows: The rows of a batch, or its examples as the user counts them; None if unknown.
         constants: The metrics that are constants of the program; known from its first call on.
-        has_failed: Whether it could not be traced or lowered ahead; its first call raises the error.
+        has_failed: Whether it could not be traced or lowered ahead; its first call raises the
+            error.
         is_called: Whether its first call has returned.
         is_compiled_ahead: Whether it was compiled before its first call.
-        is_settled: Whether a call needs nothing besides `run`: it was called, and nothing is compiled ahead or timed.
+        is_settled: Whether a call needs nothing besides `run`: it was called, and nothing is
+            compiled ahead or timed.
     """
 
     def __init__(
@@ -120,7 +122,8 @@ class Program:
         self.is_called = False
         self.is_compiled_ahead = False
         self.is_settled = False
-        # Of a step that jstep did not make: whether its state has weak values, which are cast at each call.
+        # Of a step that jstep did not make: whether its state has weak values, which are cast at
+        # each call.
         self._returns_weak_values = False
         self._custom_step = CustomStepMetrics(self.step)
 
@@ -142,7 +145,9 @@ class Program:
             self.constants = metrics.constants
             # Metrics that are no dict are rejected by `check_result`.
             if (sums.is_wanted or metrics.constants.has_ratios) and type(metrics.computed) is dict:
-                sums.add(chunk.first, metrics.computed, metrics.constants.skipped, metrics.constants)
+                sums.add(
+                    chunk.first, metrics.computed, metrics.constants.skipped, metrics.constants
+                )
             return new, metrics.merged()
         return self._run_custom(state, chunk, sums)
 
@@ -151,18 +156,23 @@ class Program:
         check_alive(state)  # on a mesh, JAX would crash
         # An error of the first call is explained.
         call = self.step if self.is_called else functools.partial(call_custom_step, self.step)
-        # Guards note in the state whether they have skipped the update, from which `restore_guards` adds `skipped`.
+        # Guards note in the state whether they have skipped the update, from which `restore_guards`
+        # adds `skipped`.
         marked, guard_slots = mark_guards(state, may_be_donated=True)
-        # `reported` are the metrics of the optimizers that the step calls, such as the learning rate.
+        # `reported` are the metrics of the optimizers that the step calls, such as the learning
+        # rate.
         result, reported = self._custom_step.call(call, marked, chunk.args)
         if not (isinstance(result, tuple) and len(result) == 2):
             return result  # which `check_result` rejects
         new, metrics = result
-        metrics, self.constants = self._custom_step.join(reported, flat_metrics(metrics), new, chunk.args)
+        metrics, self.constants = self._custom_step.join(
+            reported, flat_metrics(metrics), new, chunk.args
+        )
         new, metrics = restore_guards(guard_slots, new, metrics)
         if isinstance(metrics, dict) and (sums.is_wanted or has_ratios(metrics)):
             sums.add(chunk.first, metrics)
-        # A compiled function returns states of the kind that its first call has shown, which need no further check.
+        # A compiled function returns states of the kind that its first call has shown, which need
+        # no further check.
         has_known_kind = self.is_called and self.stage.is_compilable
         if not has_known_kind:
             self._returns_weak_values = any(map(trees.is_weak, jax.tree.leaves(new)))
@@ -179,7 +189,8 @@ class Program:
                 num_steps = jax.ShapeDtypeStruct((), np.int32)
                 device_sums = shapes_of(sums.zeros(self._columns, state.global_step))
                 args = (num_steps, device_sums, *args)
-            # A step that jstep did not make, and that is compiled, has the methods of a function of `jax.jit`.
+            # A step that jstep did not make, and that is compiled, has the methods of a function of
+            # `jax.jit`.
             step = self.step
             if isinstance(step, TrainStep):
                 step = jitted_program(step, state, args)
@@ -189,7 +200,7 @@ class Program:
                 return traced.lower()
 
     def compile(self, state_shapes: Tree, args: tuple[Any, ...], sums: MetricSums) -> None:
-        """Compile the program ahead of its first call, for the shapes of the arguments of one step."""
+        """Compile the program ahead of its first call, for the shapes of one step's arguments."""
         if self.has_failed:
             return
         if self.is_stacked:
@@ -206,16 +217,19 @@ class Program:
 AUTO = "auto"
 
 
+_Compiling = Callable[[str], contextlib.AbstractContextManager[object]]
+
+
 class ProgramTable:
-    """The programs of a run, by stage, maximum number of steps of a call, and shapes of the batches.
+    """The programs of a run, by stage, maximum number of steps per call, and shapes of batches.
 
     Attributes:
-        max_steps: The maximum number of steps of a call; None while "auto" takes one step per call, whose batches are
-            not stacked.
+        max_steps: The maximum number of steps of a call; None while "auto" takes one step per call,
+            whose batches are not stacked.
         is_looped: Whether programs are loops over steps, if their stages allow it.
         compiling: `compiling(name)`: a context for the time in which the loop waits for a program.
-        on_device: Whether batches without a sharding are put on the default device: a step that is not compiled would
-            otherwise get NumPy arrays.
+        on_device: Whether batches without a sharding are put on the default device: a step that is
+            not compiled would otherwise get NumPy arrays.
         tracing: Held while a thread makes a loop, which traces its step.
     """
 
@@ -226,7 +240,7 @@ class ProgramTable:
         *,
         state: Tree,
         sums: MetricSums | None = None,
-        compiling: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+        compiling: _Compiling = contextlib.nullcontext,
     ) -> None:
         self.is_auto = steps_per_call == AUTO
         self.is_looped = steps_per_call != 1
@@ -234,7 +248,8 @@ class ProgramTable:
         self.stages = _make_stages(train_steps, is_looped=self.is_looped)
         self.max_steps = None if self.is_auto else int(steps_per_call)
         self._programs: dict[Any, Program] = {}
-        self.on_device = not self.is_looped and not all(stage.is_compilable for stage in self.stages)
+        are_compilable = all(stage.is_compilable for stage in self.stages)
+        self.on_device = not self.is_looped and not are_compilable
         self.sums = MetricSums() if sums is None else sums
         self.state_shapes = shapes_of(state)
         self.tracing = threading.Lock()
@@ -257,15 +272,18 @@ class ProgramTable:
         if not self.is_looped:
             return self._programs.setdefault(key, Program(stage))
         waiting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if threading.get_ident() == self._loop_thread:  # the first program is traced in another thread
+        # The first program is traced in another thread.
+        if threading.get_ident() == self._loop_thread:
             waiting = self.compiling(stage.name)
         with waiting, self.tracing:
             if key not in self._programs:  # the other thread may have traced it meanwhile
                 self._programs[key] = self._try_looped(stage, max_steps, args)
             return self._programs[key]
 
-    def _try_looped(self, stage: Stage, max_steps: int | None, args: Callable[[], tuple[Any, ...]]) -> Program:
-        """Return a loop over the steps of a stage, or a program of one step where a loop is slow or impossible."""
+    def _try_looped(
+        self, stage: Stage, max_steps: int | None, args: Callable[[], tuple[Any, ...]]
+    ) -> Program:
+        """Return a loop over a stage's steps; a one-step program if that is slow or impossible."""
         try:
             program, traced = self._make_loop(stage, max_steps, shapes_of(args()))
             is_slow = is_slow_in_loops(traced.jaxpr.jaxpr)
@@ -278,7 +296,9 @@ class ProgramTable:
             return Program(stage)
         return program
 
-    def _make_loop(self, stage: Stage, max_steps: int | None, step_args: tuple[Any, ...]) -> tuple[Program, TracedStep]:
+    def _make_loop(
+        self, stage: Stage, max_steps: int | None, step_args: tuple[Any, ...]
+    ) -> tuple[Program, TracedStep]:
         loop = loop_step(stage.step, max_steps, Accumulate(self.sums.limit))
         with stage.watching():
             traced = loop.prepare(self.state_shapes, step_args)
@@ -296,7 +316,7 @@ class ProgramTable:
             program.stage.is_compiled_ahead = True
 
     def compile_with_max_steps(self, max_steps: int | None) -> None:
-        """Compile each looped program again, for calls of up to so many steps, unless there is one."""
+        """Compile each looped program again for calls of up to so many steps, if it is missing."""
         for (stage, _, shapes), program in list(self._programs.items()):
             if not program.is_looped or (stage, max_steps, shapes) in self._programs:
                 continue
@@ -313,6 +333,8 @@ def _make_stages(train_steps: TrainSteps, *, is_looped: bool) -> list[Stage]:
         # Those of `minimize` all have the name `train_step`; their titles tell them apart.
         name = name_of_step(step) if has_several else getattr(step, "__name__", "train_step")
         # A loop traces a step that is not compiled: then a single step is compiled, too.
-        single_step = step if hasattr(step, "lower") or not is_looped else TrainStep(step, donate=False)
+        single_step = (
+            step if hasattr(step, "lower") or not is_looped else TrainStep(step, donate=False)
+        )
         stages.append(Stage(step, name, first, single_step, NEVER if stop is None else stop))
     return stages

@@ -19,7 +19,9 @@ TrainSteps = Staircase[Callable[..., Any]]
 
 def as_stages(train_step: object) -> TrainSteps:
     form = "(state, *args) -> (state, metrics)"
-    return as_staircase(train_step, "train_step", lambda value, name: as_function(value, name, form))
+    return as_staircase(
+        train_step, "train_step", lambda value, name: as_function(value, name, form)
+    )
 
 
 def name_of_step(step: object) -> str:
@@ -39,7 +41,8 @@ class Stage:
     Attributes:
         step: The train step as it was given.
         first: The step of the run at which the stage begins.
-        single_step: Takes one step; it is compiled if the run loops over steps, even if `step` is not.
+        single_step: Takes one step; it is compiled if the run loops over steps, even if `step` is
+            not.
         stop: The step at which the next stage begins; `NEVER` if there is none.
         is_begun: Whether it was called.
         is_compiled_ahead: Whether its first program was compiled before it was due.
@@ -63,7 +66,10 @@ class Stage:
 
     def mark_slow(self) -> None:
         if not self.is_slow:
-            logger.info("%s runs one step per call: XLA runs convolutions on a CPU much slower in a loop", self.name)
+            logger.info(
+                "%s runs one step per call: XLA runs convolutions on a CPU much slower in a loop",
+                self.name,
+            )
         self.is_slow = True
 
     @property
@@ -86,5 +92,6 @@ class Stage:
             yield
         remember_updates(self.step, found)
         if isinstance(self.step, TrainStep):
-            # The loop over steps of another run traces the function again, but not what it calls and the user compiles.
+            # The loop over steps of another run traces the function again, but not what it calls
+            # and the user compiles.
             remember_updates(self.step.__wrapped__, found)

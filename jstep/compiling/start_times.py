@@ -19,7 +19,8 @@ class CompileCounts:
     Attributes:
         programs: The number of programs that were compiled, or found in the persistent cache.
         hits: The number of those that were found.
-        unfinished: The time at which it last traced a program that is not compiled yet; 0 if there is none.
+        unfinished: The time at which it last traced a program that is not compiled yet; 0 if there
+            is none.
     """
 
     programs: int = 0
@@ -54,7 +55,9 @@ def thread_counts() -> CompileCounts:
     return _thread_counts.counts
 
 
-jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **_: thread_counts().follow(event))
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, duration_secs, **_: thread_counts().follow(event)
+)
 jax.monitoring.register_event_listener(lambda event, **_: thread_counts().follow(event))
 
 
@@ -90,7 +93,7 @@ class StartTimes:
             self.is_cached = counts.programs - programs_before <= counts.hits - hits_before
 
     def log(self, seconds_before: float) -> None:
-        """Log the seconds of this start; `seconds_before` are those of the program before its run."""
+        """Log the seconds of this start; `seconds_before` are the program's before its run."""
         texts: list[str] = []
         for name in ("devices", "restore", "compile", "first batch"):
             if name in self.seconds:
@@ -98,6 +101,8 @@ class StartTimes:
                 texts.append(f"{name} {self.seconds[name]:.1f}{cached}")
         if not texts:
             return
-        also = f"; the program took {seconds_before:.1f} s before the run" if seconds_before >= 0.05 else ""
+        also = ""
+        if seconds_before >= 0.05:
+            also = f"; the program took {seconds_before:.1f} s before the run"
         seconds = stopwatch.CLOCKS.seconds() - self.began
         logger.info("first step after %.1f s: %s%s", seconds, ", ".join(texts), also)

@@ -18,19 +18,20 @@ _LONGEST_GAP = 30.0
 _SHORTEST_GAP = 1.0
 """Seconds between two exchanges at the end of a period; at most a tenth of the period."""
 _SLOWER = 10
-"""By this factor may steps become slower without ending the period late, but for the shortest gap."""
+"""By this factor may steps become slower without ending the period late, but for a gap."""
 
 
 class AgreedClock:
     """A timer whose period ends for all processes at the same step, by the clock of process 0.
 
-    At an exchange, process 0 says whether the period is over, and after how many steps the next exchange follows: after
-    a tenth of the time that is left. It plans by the time that the newest steps took. A mean of the whole run would
-    plan the last exchange of a long period hours too late if steps have become slower.
+    At an exchange, process 0 says whether the period is over, and after how many steps the next
+    exchange follows: after a tenth of the time that is left. It plans by the time that the newest
+    steps took. A mean of the whole run would plan the last exchange of a long period hours too late
+    if steps have become slower.
 
     Args:
-        secs: The seconds of a period, or a function that returns those of the current one; it is asked at each
-            exchange, as they may grow.
+        secs: The seconds of a period, or a function that returns those of the current one; it is
+            asked at each exchange, as they may grow.
         clock: Returns seconds.
     """
 
@@ -48,7 +49,9 @@ class AgreedClock:
         exchange = _Exchange(step, self._clock())
         secs = self._secs() if callable(self._secs) else self._secs
         left = secs - (exchange.time - self._began)
-        is_over, gap = processes.broadcast_ints(left <= 0, self._steps_to_next(exchange, secs, left))
+        is_over, gap = processes.broadcast_ints(
+            left <= 0, self._steps_to_next(exchange, secs, left)
+        )
         self._next_exchange = step + gap
         self._latest = exchange
         return bool(is_over)
@@ -59,11 +62,15 @@ class AgreedClock:
         self._next_exchange = 0
 
     def _steps_to_next(self, exchange: _Exchange, secs: float, left: float) -> int:
-        """Return after how many steps the next exchange follows, if `left` seconds of a period of `secs` are left."""
+        """Return after how many steps the next exchange follows.
+
+        `left` seconds are left of a period of `secs`.
+        """
         if left <= 0 or self._latest is None:
             return 1
-        # The host runs ahead of the device, but each exchange waits for it. So the seconds since the latest exchange
-        # began are those of as many steps, even if the newest of them are still running.
+        # The host runs ahead of the device, but each exchange waits for it. So the seconds since
+        # the latest exchange began are those of as many steps, even if the newest of them are still
+        # running.
         steps = max(1, exchange.step - self._latest.step)
         secs_per_step = (exchange.time - self._latest.time) / steps
         shortest = min(_SHORTEST_GAP, secs / 10)

@@ -12,7 +12,7 @@ from jstep.core.threads import AGREEING_ON_SHAPES, doing
 
 
 class AgreedShapes:
-    """The batch shapes that all processes have agreed on: different ones would make them wait forever."""
+    """The batch shapes that all processes agreed on: others would make them wait forever."""
 
     def __init__(self) -> None:
         self._known: set[Any] = set()
@@ -39,18 +39,22 @@ class AgreedShapes:
         for process, batch in enumerate(batches):
             if batch != batches[0]:
                 raise ValueError(
-                    f"batch: must be alike on all processes, got {batches[0]} on process 0, {batch} on {process}"
+                    f"batch: must be alike on all processes, got {batches[0]} on process 0, "
+                    f"{batch} on {process}"
                 )
         self._known.add(shapes)
 
 
 def _shapes_of(args: tuple[Any, ...]) -> Hashable:
     leaves, treedef = trees.flatten(args)
-    return treedef, *((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf) for leaf in leaves)
+    types = ((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf) for leaf in leaves)
+    return treedef, *types
 
 
 def _spans_processes(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and not leaf.is_fully_addressable
+    if not isinstance(leaf, jax.Array) or trees.is_traced(leaf):
+        return False
+    return not leaf.is_fully_addressable
 
 
 def _described(args: tuple[Any, ...]) -> str:

@@ -20,7 +20,11 @@ def format_bytes(number: float, digits: int = 3) -> str:
 
 
 def format_scaled(
-    count: float, unit: str, base: int = 1000, prefixes: Sequence[str] = ("", "k", "M", "G", "T", "P"), digits: int = 3
+    count: float,
+    unit: str,
+    base: int = 1000,
+    prefixes: Sequence[str] = ("", "k", "M", "G", "T", "P"),
+    digits: int = 3,
 ) -> str:
     power = 0
     while abs(count) >= base and power + 1 < len(prefixes):
@@ -87,7 +91,9 @@ def describe_type(value: object) -> str:
 
 def as_bool(value: object, argument: str) -> bool:
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{argument}={format_value(value)}: must be True or False, got {describe_type(value)}")
+        raise TypeError(
+            f"{argument}={format_value(value)}: must be True or False, got {describe_type(value)}"
+        )
     return bool(value)
 
 
@@ -106,13 +112,18 @@ def as_int(
 ) -> int:
     """Convert a Python, NumPy or concrete JAX integer; `if_traced` is the advice for a tracer."""
     if _is_traced(value):
-        raise TypeError(f"{argument} is traced: must be an integer that is known before compilation; {if_traced}")
+        raise TypeError(
+            f"{argument} is traced: must be an integer that is known before compilation; "
+            f"{if_traced}"
+        )
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{argument}={format_value(value)}: must be an integer, got {describe_type(value)}") from None
+        raise TypeError(
+            f"{argument}={format_value(value)}: must be an integer, got {describe_type(value)}"
+        ) from None
     if at_least is not None and number < at_least:
         hint = f", {meaning}" if meaning else ""
         raise ValueError(f"{argument}={number}: must be at least {at_least}{hint}")
@@ -130,24 +141,36 @@ class Bounds(TypedDict, total=False):
 
 
 def as_number(
-    value: Any, argument: str, *, expected: str = "a number", meaning: str = "", **bounds: Unpack[Bounds]
+    value: Any,
+    argument: str,
+    *,
+    expected: str = "a number",
+    meaning: str = "",
+    **bounds: Unpack[Bounds],
 ) -> float:
     """Convert a real number: Python, NumPy or concrete JAX, not a bool."""
     hint = f"; {meaning}" if meaning else ""
     if _is_traced(value):
-        raise TypeError(f"{argument} is traced: must be {expected} that is known before compilation{hint}")
+        raise TypeError(
+            f"{argument} is traced: must be {expected} that is known before compilation{hint}"
+        )
     try:
         if isinstance(value, bool | np.bool_ | str | bytes | complex | type) or np.ndim(value):
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(
-            f"{argument}={format_value(value)}: must be {expected}, got {describe_type(value)}{hint}"
+            f"{argument}={format_value(value)}: must be {expected}, got "
+            f"{describe_type(value)}{hint}"
         ) from None
     except OverflowError:
-        raise ValueError(f"{argument}={format_value(value)}: must be {expected} that fits in a float{hint}") from None
+        raise ValueError(
+            f"{argument}={format_value(value)}: must be {expected} that fits in a float{hint}"
+        ) from None
     if not _is_within(number, bounds):
-        raise ValueError(f"{argument}={np.asarray(value).item()}: must be {_describe_range(bounds)}{hint}")
+        raise ValueError(
+            f"{argument}={np.asarray(value).item()}: must be {_describe_range(bounds)}{hint}"
+        )
     return number
 
 
@@ -176,7 +199,12 @@ def _describe_range(bounds: Bounds) -> str:
 
 
 def as_function(
-    value: object, argument: str, form: str = "", *, optional: bool = False, takes: int | None = None
+    value: object,
+    argument: str,
+    form: str = "",
+    *,
+    optional: bool = False,
+    takes: int | None = None,
 ) -> Any:
     if optional and value is None:
         return value
@@ -186,20 +214,28 @@ def as_function(
     if not callable(value):
         raise TypeError(f"{argument}={format_value(value)}: {wanted}, got {describe_type(value)}")
     if takes is not None and not may_take(value, takes):
-        raise TypeError(f"{argument}={format_value(value)}: {wanted}, got one that takes {inspect.signature(value)}")
+        raise TypeError(
+            f"{argument}={format_value(value)}: {wanted}, got one that takes "
+            f"{inspect.signature(value)}"
+        )
     return value
 
 
 def as_mapping(value: object, argument: str, contents: str) -> Mapping[Any, Any]:
     """Check a mapping; `contents`, such as `from names to numbers`, is for the error."""
     if not isinstance(value, Mapping):
-        raise TypeError(f"{argument}={format_value(value)}: must be a mapping {contents}, got {describe_type(value)}")
+        raise TypeError(
+            f"{argument}={format_value(value)}: must be a mapping {contents}, got "
+            f"{describe_type(value)}"
+        )
     return value
 
 
 def as_functions(functions: Any, argument: str, form: str) -> tuple[Any, ...]:
     if callable(functions) or not isinstance(functions, Iterable):
-        raise TypeError(f"{argument}: must be a list of functions {form}, got {describe_type(functions)}")
+        raise TypeError(
+            f"{argument}: must be a list of functions {form}, got {describe_type(functions)}"
+        )
     items = tuple(functions)
     for i, function in enumerate(items):
         if isinstance(function, type) or not callable(function):
@@ -225,7 +261,9 @@ def can_take(fn: Callable[..., Any], arguments: int) -> bool:
 def as_string(value: object, argument: str, meaning: str = "") -> str:
     hint = f"; {meaning}" if meaning else ""
     if not isinstance(value, str):
-        raise TypeError(f"{argument}={format_value(value)}: must be a string, got {describe_type(value)}{hint}")
+        raise TypeError(
+            f"{argument}={format_value(value)}: must be a string, got {describe_type(value)}{hint}"
+        )
     if not value:
         raise ValueError(f"{argument}={value!r}: must not be empty{hint}")
     return value
@@ -234,13 +272,17 @@ def as_string(value: object, argument: str, meaning: str = "") -> str:
 def as_choice(value: Any, argument: str, choices: Any) -> Any:
     # Not `value in choices`: a value may be unhashable, or compare to an array.
     if not any(type(value) is type(choice) and value == choice for choice in choices):
-        raise ValueError(f"{argument}={format_value(value)}: must be one of {', '.join(map(repr, choices))}")
+        raise ValueError(
+            f"{argument}={format_value(value)}: must be one of {', '.join(map(repr, choices))}"
+        )
     return value
 
 
 def hook_name(hook: object) -> str:
     name = getattr(hook, "name", None)
-    return name if isinstance(name, str) else str(getattr(hook, "__qualname__", type(hook).__qualname__))
+    if isinstance(name, str):
+        return name
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
 def shortest_digits(value: float) -> float:

@@ -29,8 +29,9 @@ def as_leaf(leaf: Any, path: str, *, copy: bool, argument: str) -> trees.Array:
     _refuse_wide(leaf, path, argument)
     if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
         raise TypeError(
-            f"{argument}: the leaf at {trees.quote_path(path)} is complex ({jnp.result_type(leaf)}); "
-            "jstep trains real parameters: keep its real and imaginary parts as two leaves."
+            f"{argument}: the leaf at {trees.quote_path(path)} is complex "
+            f"({jnp.result_type(leaf)}); jstep trains real parameters: keep its real and imaginary "
+            "parts as two leaves."
         )
     if trees.is_key(leaf):
         return copy_of(leaf) if copy else leaf
@@ -52,7 +53,8 @@ def number(value: object, what: str) -> np.ndarray[Any, Any]:
         return np.asarray(value, jax.dtypes.canonicalize_dtype(jnp.result_type(value)))
     except OverflowError:
         raise ValueError(
-            f"{what} is {value:.3g}, which int32 cannot hold; pass an array of another dtype, or enable jax_enable_x64"
+            f"{what} is {value:.3g}, which int32 cannot hold; pass an array of another dtype, or "
+            "enable jax_enable_x64"
         ) from None
 
 
@@ -79,7 +81,8 @@ def prepare_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 _NEVER_CONVERTED: set[type] = set()
 """The types of device arrays seen so far: `isinstance` takes a microsecond."""
-_any_bits = np.bitwise_or.reduce  # of all integers at once: a third of the time of their smallest and largest
+# Of all integers at once: a third of the time of their smallest and largest.
+_any_bits = np.bitwise_or.reduce
 
 
 def are_plain(leaves: Iterable[Any]) -> bool:
@@ -91,7 +94,11 @@ def are_plain(leaves: Iterable[Any]) -> bool:
         if kind is np.ndarray:
             dtype = leaf.dtype
             is_number = dtype.isnative and dtype.kind in "biufc"
-            is_wide = dtype.itemsize == 8 and dtype.kind in "iu" and not 0 <= _any_bits(leaf, axis=None) < 2**31
+            is_wide = (
+                dtype.itemsize == 8
+                and dtype.kind in "iu"
+                and not 0 <= _any_bits(leaf, axis=None) < 2**31
+            )
         elif issubclass(kind, jax.Array):  # not a tracer, whose instances may be something else
             _NEVER_CONVERTED.add(kind)
             continue
@@ -107,10 +114,10 @@ _type_of_array = operator.attrgetter("aval")
 
 
 def flat_batch_types(batch: Any) -> Any:
-    """Return a key of the types of a batch that is an array of a device, or a plain tuple or dict of such arrays.
+    """Return a key of the types of a batch: a device array, or a plain tuple or dict of these.
 
-    None for any other batch. It runs at each step, and takes a third of the time in which a batch is flattened,
-    compared and built again.
+    None for any other batch. It runs at each step, and takes a third of the time in which a batch
+    is flattened, compared and built again.
     """
     kind = type(batch)
     names = None
@@ -134,13 +141,14 @@ def _refuse_wide(leaf: object, path: str, argument: str) -> None:
         return
     value, dtype = wide
     raise OverflowError(
-        f"{argument}: {trees.leaf_at(path)} must hold integers that fit {dtype.name} while 64-bit types are "
-        f"off, got {value}; map them to smaller ones on the host, see docs: help/errors#integers"
+        f"{argument}: {trees.leaf_at(path)} must hold integers that fit {dtype.name} while 64-bit "
+        f"types are off, got {value}; map them to smaller ones on the host, see docs: "
+        "help/errors#integers"
     )
 
 
 def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
-    """Return the first integer that JAX would truncate, and the dtype that it does not fit; None if there is none."""
+    """Return the first integer that JAX would truncate and the dtype it does not fit, or None."""
     dtype = np.dtype(np.int64) if isinstance(leaf, int) else leaf.dtype
     if dtype.itemsize < 8 or dtype.kind not in "iu":
         return None
@@ -161,16 +169,26 @@ def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
 
 
 def as_scalar(
-    value: Any, argument: str, *, integer: bool = False, expected: str = "", meaning: str = "", **bounds: Unpack[Bounds]
+    value: Any,
+    argument: str,
+    *,
+    integer: bool = False,
+    expected: str = "",
+    meaning: str = "",
+    **bounds: Unpack[Bounds],
 ) -> Any:
     """Check a number or scalar array, and its range if it is concrete."""
     hint = f"; {meaning}" if meaning else ""
     wanted = expected or ("an integer" if integer else "a number")
     types: Any = int if integer else int | float
     dtypes = [jnp.integer] if integer else [jnp.integer, jnp.floating]
-    is_numeric_array = trees.is_array(value) and any(jnp.issubdtype(value.dtype, dtype) for dtype in dtypes)
+    is_numeric_array = trees.is_array(value) and any(
+        jnp.issubdtype(value.dtype, dtype) for dtype in dtypes
+    )
     if isinstance(value, bool) or not (is_numeric_array or isinstance(value, types)):
-        raise TypeError(f"{argument}={format_value(value)}: must be {wanted}, got {describe_type(value)}{hint}")
+        raise TypeError(
+            f"{argument}={format_value(value)}: must be {wanted}, got {describe_type(value)}{hint}"
+        )
     if np.ndim(value):
         remedy = "map over several values with jax.vmap"
         raise ValueError(f"{argument}: must be a scalar, got shape {np.shape(value)}; {remedy}")
@@ -193,7 +211,9 @@ def floating_dtype(dtype: DTypeLike, argument: str, min_bytes: int = 1) -> Any:
         result = None
     if result is None or not trees.is_floating(result) or result.itemsize < min_bytes:
         size = f" of at least {8 * min_bytes} bits" if min_bytes > 1 else ""
-        raise TypeError(f"{argument}={format_value(dtype)}: must be a floating dtype{size}, such as jnp.float32")
+        raise TypeError(
+            f"{argument}={format_value(dtype)}: must be a floating dtype{size}, such as jnp.float32"
+        )
     return result
 
 
@@ -201,8 +221,9 @@ def as_key(value: Any, argument: str) -> Any:
     """Validate one PRNG key, typed or raw; one on a mesh is copied off it."""
     if type(value).__module__.startswith("flax."):  # an nnx.Rngs; its own attributes are streams
         raise TypeError(
-            f"{argument}: must be one key, such as jax.random.key(0), got flax's {type(value).__name__}; rngs.params() "
-            "draws one, from which jstep makes the key of each step"
+            f"{argument}: must be one key, such as jax.random.key(0), got flax's "
+            f"{type(value).__name__}; rngs.params() draws one, from which jstep makes the key of "
+            "each step"
         )
     dtype = getattr(value, "dtype", None)
     is_typed = trees.is_key(value)
@@ -211,7 +232,9 @@ def as_key(value: Any, argument: str) -> Any:
         raise TypeError(f"{argument}={format_value(value)}: {must_be}, got {describe_type(value)}")
     # A raw key is an array of its words.
     if np.ndim(value) != (0 if is_typed else 1):
-        raise ValueError(f"{argument}: must be one key, got keys of shape {np.shape(value)}; select one of them")
+        raise ValueError(
+            f"{argument}: must be one key, got keys of shape {np.shape(value)}; select one of them"
+        )
     if not isinstance(value, jax.Array) or trees.is_traced(value):
         return value
     data = copy_to_host(trees.key_data(value))
@@ -219,22 +242,26 @@ def as_key(value: Any, argument: str) -> Any:
         return value
     with internal_transfers(), jax.set_mesh(NO_MESH):
         array = jnp.asarray(data)
-        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(value)) if is_typed else array
+        if not is_typed:
+            return array
+        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(value))
 
 
-_DEFERRED: contextvars.ContextVar[list[tuple[Any, ...]] | None] = contextvars.ContextVar("jstep_deferred", default=None)
+_DEFERRED: contextvars.ContextVar[list[tuple[Any, ...]] | None] = contextvars.ContextVar(
+    "jstep_deferred", default=None
+)
 """The checks that wait for the values of a state; None if nobody will run them."""
 
 
 def when_concrete(path: str, check: Callable[..., None], *args: object) -> None:
-    """Defer `check(path, leaf, *args)` while a compiled function creates slots from traced parameters."""
+    """Defer `check(path, leaf, *args)` while a compiled function creates slots from tracers."""
     deferred = _DEFERRED.get()
     if deferred is not None:
         deferred.append((path, check, args))
 
 
 def make_and_check(make: Callable[..., Any], *args: Any) -> Any:
-    """Return the state `make(*args)`, after the checks that were deferred until its values are known."""
+    """Return the state `make(*args)`, after the checks that waited for its values."""
     deferred: list[tuple[Any, ...]] = []
     with setting(_DEFERRED, deferred):
         state = make(*args)

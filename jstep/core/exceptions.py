@@ -33,8 +33,8 @@ class QueueError(Exception):
 class OutOfRangeError(QueueError):
     """A queue is closed and holds fewer elements than requested: the input has ended.
 
-    If a `QueueRunner` thread failed, its exception is the `__cause__`. Otherwise `train` and `evaluator` treat this
-    exception as the end of the data.
+    If a `QueueRunner` thread failed, its exception is the `__cause__`. Otherwise `train` and
+    `evaluator` treat this exception as the end of the data.
 
     Example:
         >>> import jstep
@@ -44,7 +44,7 @@ class OutOfRangeError(QueueError):
         Traceback (most recent call last):
             ...
         jstep.OutOfRangeError: FIFOQueue is closed and has insufficient elements (requested 1, current size 0)
-    """
+    """  # noqa: E501
 
 
 def items_until_end(items: Iterable[_T]) -> Iterator[_T]:
@@ -59,7 +59,8 @@ def items_until_end(items: Iterable[_T]) -> Iterator[_T]:
             if error.__cause__ is not None:
                 raise
             return
-        # Not inside `try`: if the interpreter closes this generator at exit, the exception classes no longer exist.
+        # Not inside `try`: if the interpreter closes this generator at exit, the exception classes
+        # no longer exist.
         yield item
 
 
@@ -114,20 +115,26 @@ _WAYS_OUT = (
     (
         NameError,
         re.compile(r"unbound axis name: (.+?)(?:\.|$)"),
-        "A model written for pmap names its axis {0!r}, and a step of jstep is one program over the whole batch: leave "
-        "the name out (jnp.mean for lax.pmean), or bind it with jax.vmap(fn, axis_name={0!r}) over x[None].",
+        "A model written for pmap names its axis {0!r}, and a step of jstep is one program over "
+        "the whole batch: leave the name out (jnp.mean for lax.pmean), or bind it with "
+        "jax.vmap(fn, axis_name={0!r}) over x[None].",
     ),
     (
         TypeError,
-        re.compile("carry input and carry output must have equal types|branches must have equal output types"),
-        "A carry keeps its dtypes, and so does what branches return: create states with TrainState.create, and other "
-        "initial values as arrays of their final dtype (jnp.float32(0) for 0).",
+        re.compile(
+            "carry input and carry output must have equal types"
+            "|branches must have equal output types"
+        ),
+        "A carry keeps its dtypes, and so does what branches return: create states with "
+        "TrainState.create, and other initial values as arrays of their final dtype "
+        "(jnp.float32(0) for 0).",
     ),
     (
         (RuntimeError, ValueError),
         re.compile("(?:Array|Buffer) has been deleted"),
-        "If it was an array of a state, the next train step took its memory (donation): read it before, keep a copy "
-        "(jax.tree.map(jnp.copy, state.params)), or make the step with donate=False.",
+        "If it was an array of a state, the next train step took its memory (donation): read it "
+        "before, keep a copy (jax.tree.map(jnp.copy, state.params)), or make the step with "
+        "donate=False.",
     ),
 )
 """Errors of JAX whose message does not say how to fix them, and a note that does."""

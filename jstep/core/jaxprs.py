@@ -1,7 +1,8 @@
 """Traced programs: their operations, and the hash that identifies them.
 
-JAX does not document the names of its operations and their parameters. Only this file and `differentiate/merging.py`
-read them; `tests/core/test_jaxprs.py` lists them, and fails with the name that the installed JAX lacks.
+JAX does not document the names of its operations and their parameters. Only this file and
+`differentiate/merging.py` read them; `tests/core/test_jaxprs.py` lists them, and fails with the
+name that the installed JAX lacks.
 """
 
 import dataclasses
@@ -22,13 +23,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jstep.core.meshes import dims_of, internal_transfers, mesh_axes_of, mesh_text, sharding_text
 from jstep.core.trees import is_key
 
-# Traced programs: their operations, including nested ones, numbered in execution order, and their evaluation.
+# Traced programs: their operations, also nested ones, by execution order, and their evaluation.
 
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 """Parameters in which calls store their program."""
 _OPAQUE = {"pallas_call", "custom_linear_solve"}
 """Operations whose inner programs work on blocks of arrays or run in special ways."""
-_OPTIONS = {"scan": ("length", "reverse", "unroll"), "shard_map": ("mesh", "in_specs", "out_specs", "check_vma")}
+_OPTIONS = {
+    "scan": ("length", "reverse", "unroll"),
+    "shard_map": ("mesh", "in_specs", "out_specs", "check_vma"),
+}
 """Kind of an operation → the parameters from which it can be rebuilt."""
 
 _REMAT = {"remat", "remat2", "checkpoint"}
@@ -36,8 +40,9 @@ _REMAT = {"remat", "remat2", "checkpoint"}
 # fmt: off
 MOVES = frozenset([
     "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "dynamic_slice",
-    "dynamic_update_slice", "concatenate", "pad", "rev", "copy", "copy_p", "iota", "optimization_barrier", "split",
-    "stop_gradient", "all_gather", "all_gather_invariant", "all_to_all", "ppermute",
+    "dynamic_update_slice", "concatenate", "pad", "rev", "copy", "copy_p", "iota",
+    "optimization_barrier", "split", "stop_gradient", "all_gather", "all_gather_invariant",
+    "all_to_all", "ppermute",
 ])
 # fmt: on
 SLOW_IN_LOOPS = frozenset({"conv_general_dilated"})
@@ -48,9 +53,10 @@ COPYING = frozenset(["copy", "copy_p", "convert_element_type"])
 
 # fmt: off
 HARMLESS = MOVES.union([
-    "select_n", "neg", "abs", "sign", "max", "min", "clamp", "reduce_max", "reduce_min", "sort", "floor", "ceil",
-    "round", "real", "imag", "conj", "logistic", "tanh", "sin", "cos", "erf", "cummax", "cummin", "argmax", "argmin",
-    "is_finite", "sharding_constraint", "device_put", "name", "pvary", "mesh_cast", "reshard",
+    "select_n", "neg", "abs", "sign", "max", "min", "clamp", "reduce_max", "reduce_min", "sort",
+    "floor", "ceil", "round", "real", "imag", "conj", "logistic", "tanh", "sin", "cos", "erf",
+    "cummax", "cummin", "argmax", "argmin", "is_finite", "sharding_constraint", "device_put",
+    "name", "pvary", "mesh_cast", "reshard",
 ])
 # fmt: on
 """Operations whose results are finite if their operands are finite."""
@@ -59,11 +65,11 @@ _PLACING = {"sharding_constraint", "shard_map", "reshard", "mesh_cast"}
 
 # fmt: off
 ELEMENTWISE = frozenset([
-    "abs", "add", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "div", "eq", "erf",
-    "erf_inv", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p",
-    "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "pow",
-    "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub",
-    "tanh", "xor",
+    "abs", "add", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos",
+    "div", "eq", "erf", "erf_inv", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow",
+    "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
+    "nextafter", "not", "optimization_barrier", "or", "pow", "reduce_precision", "rem", "round",
+    "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tanh", "xor",
 ])
 # fmt: on
 """Operations that compute each element from the corresponding elements, or from scalars."""
@@ -100,7 +106,7 @@ class Operation:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Two counts of arguments: a scan's constants and carry; a while's constants of both bodies."""
+        """Two counts of arguments: a scan's constants and carry; constants of a while's bodies."""
         params = self.eqn.params
         if self.kind == "while":
             return params["cond_nconsts"], params["body_nconsts"]
@@ -134,7 +140,7 @@ def is_differentiated(eqn: object) -> bool:
 
 
 def programs_in(eqn: Any) -> Iterator[core.Jaxpr]:
-    """Yield the programs that an operation calls, such as the body of a scan and the function of a reduction."""
+    """Yield the programs that an operation calls, such as the body of a scan or a reduction."""
     for program in _programs_with_consts(eqn):
         yield getattr(program, "jaxpr", program)
 
@@ -173,7 +179,8 @@ def nested_operations(operation: Operation) -> Iterator[Operation]:
 def _subprogram(jaxpr: Any, numbers: Iterator[int], *, is_sharded: bool = False) -> Subprogram:
     consts = tuple(getattr(jaxpr, "consts", ()))
     jaxpr = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
-    return Subprogram(jaxpr, consts, tuple(_as_operation(eqn, jaxpr, numbers, is_sharded) for eqn in jaxpr.eqns))
+    operations = tuple(_as_operation(eqn, jaxpr, numbers, is_sharded) for eqn in jaxpr.eqns)
+    return Subprogram(jaxpr, consts, operations)
 
 
 def _as_operation(eqn: Any, jaxpr: object, numbers: Iterator[int], is_sharded: bool) -> Operation:
@@ -197,8 +204,8 @@ def _kind_and_programs(eqn: Any, is_sharded: bool) -> tuple[str, Sequence[Any]]:
         return "cond", params["branches"]
     if name == "shard_map":
         # A nested shard_map is treated as opaque, as is one of a JAX version with other parameters.
-        has_parameters = all(key in params for key in _OPTIONS["shard_map"]) and _manual_axes(params)
-        if is_sharded or not has_parameters:
+        has_options = all(key in params for key in _OPTIONS["shard_map"])
+        if is_sharded or not (has_options and _manual_axes(params)):
             return "operation", ()
         return "shard_map", (params["jaxpr"],)
     if name in _OPAQUE:
@@ -221,7 +228,10 @@ def shard_counts(operation: Operation) -> dict[str, int]:
 
 
 def has_remat(body: Subprogram) -> bool:
-    return any(operation.name in _REMAT and operation.eqn.params.get("differentiated") for operation in walk(body))
+    return any(
+        operation.name in _REMAT and operation.eqn.params.get("differentiated")
+        for operation in walk(body)
+    )
 
 
 def _is_program(value: object, eqn: Any) -> bool:
@@ -231,7 +241,9 @@ def _is_program(value: object, eqn: Any) -> bool:
         return False
     if not isinstance(value, core.ClosedJaxpr) and jaxpr.constvars:
         return False
-    return _shapes(jaxpr.invars) == _shapes(eqn.invars) and _shapes(jaxpr.outvars) == _shapes(eqn.outvars)
+    if _shapes(jaxpr.invars) != _shapes(eqn.invars):
+        return False
+    return _shapes(jaxpr.outvars) == _shapes(eqn.outvars)
 
 
 def _shapes(atoms: Any) -> list[Any]:
@@ -243,7 +255,8 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 
 
 def apply(operation: Operation, values: Sequence[Any]) -> list[Any]:
-    # Evaluated as a program with one operation, because the API to bind primitives changes between versions of JAX.
+    # Evaluated as a program with one operation, because the API to bind primitives changes between
+    # versions of JAX.
     eqn = operation.eqn
     pairs = zip(eqn.invars, values, strict=True)
     env = {atom: value for atom, value in pairs if not isinstance(atom, core.Literal)}
@@ -253,9 +266,15 @@ def apply(operation: Operation, values: Sequence[Any]) -> list[Any]:
     return [results.get(var) for var in eqn.outvars]
 
 
-def repeated_number(operation: Operation, values: Sequence[Any], max_bytes: int) -> np.ndarray[Any, Any] | None:
-    """The result of an operation that repeats one number, which the program has as a constant; None of any other."""
-    if operation.name != "broadcast_in_dim" or isinstance(values[0], jax.Array) or np.ndim(values[0]):
+def repeated_number(
+    operation: Operation, values: Sequence[Any], max_bytes: int
+) -> np.ndarray[Any, Any] | None:
+    """The result of an operation that repeats one constant number; None for any other."""
+    if (
+        operation.name != "broadcast_in_dim"
+        or isinstance(values[0], jax.Array)
+        or np.ndim(values[0])
+    ):
         return None
     result = operation.eqn.outvars[0].aval
     if result.size * result.dtype.itemsize > max_bytes:
@@ -263,12 +282,16 @@ def repeated_number(operation: Operation, values: Sequence[Any], max_bytes: int)
     return np.full(result.shape, values[0], result.dtype)
 
 
-def subprogram(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any], eqns: Sequence[Any]) -> Any:
+def subprogram(
+    jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any], eqns: Sequence[Any]
+) -> Any:
     return jaxpr.replace(constvars=[], invars=list(inputs), outvars=list(outputs), eqns=list(eqns))
 
 
-def part_for(closed: Any, results: list[bool], *, keeps_arguments: bool = True) -> tuple[Any, list[bool]]:
-    """Return the part of a program that computes the marked results, and which arguments it needs."""
+def part_for(
+    closed: Any, results: list[bool], *, keeps_arguments: bool = True
+) -> tuple[Any, list[bool]]:
+    """Return the part of a program for the marked results, and which arguments it needs."""
     jaxpr, used, arguments = dce_jaxpr_consts(closed.jaxpr, results, keeps_arguments)
     consts = [const for const, is_used in zip(closed.consts, used, strict=True) if is_used]
     return core.ClosedJaxpr(jaxpr, consts), arguments
@@ -285,7 +308,7 @@ def evaluate(
     apply_operation: Callable[[Operation, list[Any]], Sequence[Any]] = apply,
     constant: Callable[[Any], Any] = lambda value: value,
 ) -> list[Any]:
-    """Evaluate a program, on values of any kind: those that `apply_operation` and `constant` return."""
+    """Evaluate a program on values of any kind: what `apply_operation` and `constant` return."""
     consts = map(constant, body.consts)
     env = dict(zip([*body.jaxpr.constvars, *body.jaxpr.invars], [*consts, *values], strict=True))
 
@@ -307,7 +330,10 @@ def evaluate(
 
 
 def copied_inputs(body: Subprogram) -> list[int | None]:
-    """Return, for each result of a program, the number of the input that it is a copy of, in any dtype; else None."""
+    """Return, for each result of a program, the number of the input that it copies, or None.
+
+    The copy may have another dtype.
+    """
 
     def inputs_of(operation: Operation, operands: list[int | None]) -> list[int | None]:
         if operation.kind == "call":
@@ -319,7 +345,7 @@ def copied_inputs(body: Subprogram) -> list[int | None]:
 
 
 def is_elementwise(body: Subprogram, shape: tuple[int, ...]) -> bool:
-    """Whether a program of arrays of a shape, and of scalars, computes each element from the corresponding ones."""
+    """Whether a program on scalars and on arrays of a shape computes element by element."""
     if not set(_shapes([*body.jaxpr.constvars, *body.jaxpr.invars])) <= {(), shape}:
         return False
     return all(is_elementwise_operation(operation, shape) for operation in body.operations)
@@ -334,7 +360,9 @@ def is_elementwise_operation(operation: Operation, shape: tuple[int, ...]) -> bo
     return operation.name in ELEMENTWISE and set(shapes) <= {(), shape}
 
 
-def evaluate_on_slices(body: Subprogram, values: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
+def evaluate_on_slices(
+    body: Subprogram, values: Sequence[Any], shape: tuple[int, ...]
+) -> list[Any]:
     """Evaluate an elementwise program on slices of its arrays, which have this shape."""
 
     def apply_to_slices(operation: Operation, values: list[Any]) -> list[Any]:
@@ -350,11 +378,13 @@ def evaluate_on_slices(body: Subprogram, values: Sequence[Any], shape: tuple[int
 
 
 def trace_inlined(fn: Callable[..., Any], platform: str, *args: Any) -> tuple[Subprogram, Any]:
-    """Trace a function for a platform; return its program, with calls inlined, and the shapes of its results."""
+    """Trace a function for a platform; return its inlined program and its results' shapes."""
 
     def inline(operation: Operation, values: list[Any]) -> Sequence[Any]:
         if operation.name == "platform_index":
-            matches = [names is None or platform in names for names in operation.eqn.params["platforms"]]
+            matches = [
+                names is None or platform in names for names in operation.eqn.params["platforms"]
+            ]
             return [np.int32(matches.index(True))]
         # The index of `platform_index` is a number; that of a user's condition is traced.
         if operation.kind == "cond" and isinstance(values[0], np.generic):
@@ -369,7 +399,9 @@ def trace_inlined(fn: Callable[..., Any], platform: str, *args: Any) -> tuple[Su
 
 
 def is_slow_in_loops(jaxpr: object) -> bool:
-    return jax.default_backend() == "cpu" and any(_name(eqn) in SLOW_IN_LOOPS for *_, eqn in all_equations(jaxpr))
+    if jax.default_backend() != "cpu":
+        return False
+    return any(_name(eqn) in SLOW_IN_LOOPS for *_, eqn in all_equations(jaxpr))
 
 
 def named_axes(program: object) -> set[str]:
@@ -387,7 +419,9 @@ def named_axes(program: object) -> set[str]:
 
 def is_annotated(traced: object) -> bool:
     """Whether what a program differentiates has constraints, `shard_map` or Explicit axes."""
-    return any(_shards(eqns[-1]) and any(map(is_differentiated, eqns)) for eqns in all_equations(traced))
+    return any(
+        _shards(eqns[-1]) and any(map(is_differentiated, eqns)) for eqns in all_equations(traced)
+    )
 
 
 def shards_arrays(traced: object) -> bool:
@@ -399,7 +433,10 @@ def _shards(eqn: Any) -> bool:
         return True
     if _name(eqn) not in _PLACING:
         return False
-    return any(isinstance(value, Sharding) and not value.is_fully_replicated for value in eqn.params.values())
+    return any(
+        isinstance(value, Sharding) and not value.is_fully_replicated
+        for value in eqn.params.values()
+    )
 
 
 def _is_explicit(var: Any) -> bool:
@@ -410,12 +447,14 @@ def _is_explicit(var: Any) -> bool:
 
 # Hashes of traced functions, equal in every process and on every machine.
 #
-# Variables are numbered in the order in which they appear. Names, source positions, memory addresses, and rules of
-# differentiation that were not used are left out; constants count by value, host callbacks by their qualified name.
+# Variables are numbered in the order in which they appear. Names, source positions, memory
+# addresses, and rules of differentiation that were not used are left out; constants count by value,
+# host callbacks by their qualified name.
 
 _SOURCE = {
     "name", "debug_info", "ctx_mesh", "name_and_src_info", "src_info", "source_info", "origin",
-    "jvp_jaxpr_fun", "jvp", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "fwd", "bwd", "callback_id", "call_id",
+    "jvp_jaxpr_fun", "jvp", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "fwd", "bwd", "callback_id",
+    "call_id",
 }  # fmt: skip
 """Parameters of operations that describe the source of a program or its derivatives."""
 
@@ -428,7 +467,10 @@ def program_hash(closed: Any) -> str:
 
 
 def find_difference(a: Any, b: Any) -> tuple[Any, ...]:
-    """Return the first operation of a program that differs from another one's, after the enclosing ones; () if none."""
+    """Return the first operation of `a` that differs from that of `b`; () if none does.
+
+    The enclosing operations come before it.
+    """
     return _find_difference(a, b, set())
 
 
@@ -436,24 +478,29 @@ def _find_difference(a: Any, b: Any, different_inputs: set[int]) -> tuple[Any, .
     hasher = _Hasher()
     jaxpr_a = getattr(a, "jaxpr", a)
     jaxpr_b = getattr(b, "jaxpr", b)
-    consts = zip(jaxpr_a.constvars, getattr(a, "consts", ()), getattr(b, "consts", ()), strict=False)
+    consts = zip(
+        jaxpr_a.constvars, getattr(a, "consts", ()), getattr(b, "consts", ()), strict=False
+    )
     different = {var for var, x, y in consts if hasher.text(x) != hasher.text(y)}
     different |= {var for i, var in enumerate(jaxpr_a.invars) if i in different_inputs}
     for eqn_a, eqn_b in zip(jaxpr_a.eqns, jaxpr_b.eqns, strict=False):
-        # Where a program has another operation, it is one too many or too few, and all that follow differ.
+        # Another operation is one too many or too few, and all that follow differ.
         if _name(eqn_a) != _name(eqn_b) or len(eqn_a.invars) != len(eqn_b.invars):
             return (eqn_a,)
         changed: set[int] = set()
         for i, (x, y) in enumerate(zip(eqn_a.invars, eqn_b.invars, strict=True)):
             if not isinstance(x, core.Literal):
                 is_changed = x in different
+            elif not isinstance(y, core.Literal):
+                is_changed = True
             else:
-                is_changed = not isinstance(y, core.Literal) or hasher.text(x.val) != hasher.text(y.val)
+                is_changed = hasher.text(x.val) != hasher.text(y.val)
             if is_changed:
                 changed.add(i)
         programs = zip(_programs_with_consts(eqn_a), _programs_with_consts(eqn_b), strict=False)
         for inner_a, inner_b in programs:
-            has_same_inputs = len(getattr(inner_a, "jaxpr", inner_a).invars) == len(eqn_a.invars)  # not of a while
+            # Not those of a while.
+            has_same_inputs = len(getattr(inner_a, "jaxpr", inner_a).invars) == len(eqn_a.invars)
             inner = _find_difference(inner_a, inner_b, changed if has_same_inputs else set())
             if inner:
                 return eqn_a, *inner
@@ -471,10 +518,11 @@ def hash_strings(*parts: str) -> str:
 
 
 class _Hasher:
-    """Texts of programs, operations' parameters and constants; a program that is used several times is hashed once."""
+    """Texts of programs, their parameters and constants; a repeated program is hashed once."""
 
     def __init__(self) -> None:
-        self._hashes: dict[int, str] = {}  # by the id of a program, which the outermost one keeps alive
+        # By the id of a program, which the outermost one keeps alive.
+        self._hashes: dict[int, str] = {}
 
     def program(self, closed: Any) -> str:
         if id(closed) not in self._hashes:
@@ -501,7 +549,11 @@ class _Hasher:
 
         parts = [bind(jaxpr.constvars), bind(jaxpr.invars)]
         for eqn in jaxpr.eqns:
-            fields = [f"{name}={self.text(eqn.params[name])}" for name in sorted(eqn.params) if name not in _SOURCE]
+            fields = [
+                f"{name}={self.text(eqn.params[name])}"
+                for name in sorted(eqn.params)
+                if name not in _SOURCE
+            ]
             parts += [_name(eqn), use(eqn.invars), ", ".join(fields), bind(eqn.outvars)]
         parts.append(use(jaxpr.outvars))
         parts += map(self.text, getattr(closed, "consts", ()))
@@ -526,7 +578,7 @@ class _Hasher:
 
 
 def strip_addresses(text: str) -> str:
-    """Remove addresses and the names of source files, which differ between processes and machines."""
+    """Remove addresses and names of source files, which differ between processes and machines."""
     return _FILE.sub("*.py", _ADDRESS.sub("0x", text))
 
 
@@ -571,8 +623,8 @@ def uncounted_work(eqn: Any) -> set[str]:
 
 # fmt: off
 FACTORIZATIONS = frozenset([
-    "triangular_solve", "tridiagonal_solve", "cholesky", "lu", "qr", "householder_product", "eigh", "eig", "schur",
-    "svd", "hessenberg", "tridiagonal",
+    "triangular_solve", "tridiagonal_solve", "cholesky", "lu", "qr", "householder_product", "eigh",
+    "eig", "schur", "svd", "hessenberg", "tridiagonal",
 ])
 # fmt: on
 """Operations that a library computes: XLA sees calls, whose work it does not know."""
@@ -581,8 +633,8 @@ FACTORIZATIONS = frozenset([
 def factorization_flops(eqn: Any) -> dict[str, float]:
     """Return the operations of the factorizations and solves in an operation, by name.
 
-    Leading terms of the usual algorithms (Golub and Van Loan, "Matrix Computations", 4th edition), m ≥ n, for k right
-    sides. Those of iterative ones (eigh, eig, schur, svd) depend on the values.
+    Leading terms of the usual algorithms (Golub and Van Loan, "Matrix Computations", 4th edition),
+    m ≥ n, for k right sides. Those of iterative ones (eigh, eig, schur, svd) depend on the values.
     """
     name = _name(eqn)
     if name not in FACTORIZATIONS:
@@ -598,6 +650,9 @@ def factorization_flops(eqn: Any) -> dict[str, float]:
     if name == "tridiagonal_solve":
         return {name: 8.0 * math.prod(eqn.invars[-1].aval.shape)}
     qr = 2 * m * n**2 - 2 / 3 * n**3
+    svd = 2 * m * n**2 + 2 * n**3
+    if eqn.params.get("compute_uv", True):
+        svd = 6 * m * n**2 + 20 * n**3
     counts = {
         "triangular_solve": math.prod(eqn.invars[-1].aval.shape[-2:]) * n,
         "cholesky": n**3 / 3,
@@ -607,7 +662,7 @@ def factorization_flops(eqn: Any) -> dict[str, float]:
         "eigh": 9 * n**3,
         "eig": 25 * n**3,
         "schur": 25 * n**3,
-        "svd": 6 * m * n**2 + 20 * n**3 if eqn.params.get("compute_uv", True) else 2 * m * n**2 + 2 * n**3,
+        "svd": svd,
         "hessenberg": 10 / 3 * n**3,
         "tridiagonal": 4 / 3 * n**3,
     }
@@ -629,7 +684,7 @@ _PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 
 
 class Product(NamedTuple):
-    """The wider dtype of the operands of a matrix product or convolution, and the precision of its products."""
+    """The wider operand dtype of a matrix product or convolution, and its products' precision."""
 
     dtype: str
     precision: str
@@ -662,7 +717,7 @@ def _size(var: Any) -> int:
 
 
 def _products_and_groups(eqn: Any) -> tuple[int, int]:
-    """Return the size of the contracted axes of a matrix product, and into how many groups they are divided."""
+    """Return the size of a matrix product's contracted axes, and the number of their groups."""
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
     numbers = eqn.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
     (contracted, _), _ = numbers
@@ -678,7 +733,8 @@ def matrix_product(eqn: Any) -> Product | None:
         return None
     dtype = max((var.aval.dtype for var in eqn.invars[:2]), key=lambda item: item.itemsize)
     precision = eqn.params["precision"]
-    if isinstance(precision, tuple) and all(isinstance(item, jax.lax.Precision) for item in precision):
+    kind = jax.lax.Precision
+    if isinstance(precision, tuple) and all(isinstance(item, kind) for item in precision):
         precision = max(precision, key=lambda item: int(item.value))
     name = "DEFAULT" if precision is None else str(getattr(precision, "name", precision))
     return Product(dtype.name, "ANY_F8" if name.startswith("ANY_F8") else name)

@@ -17,14 +17,16 @@ logger = logging.getLogger("jstep")
 
 
 class _PrintableLines(logging.Filter):
-    """Escapes the control characters of a record, since names in files of somebody else are part of messages."""
+    """Escapes control characters of records, as messages contain names of others' files."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = str(record.msg)
         with contextlib.suppress(Exception):  # `logging` reports arguments that do not fit
             text = record.getMessage()
         if not getattr(record, "is_users", False) and _CONTROL.search(text):
-            record.msg = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+            record.msg = _CONTROL.sub(
+                lambda found: found[0].encode("unicode_escape").decode(), text
+            )
             record.args = ()
         return True
 
@@ -34,7 +36,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 logger.addFilter(_PrintableLines())
 
 
-# The output of a notebook's cell: a bar, and below it the log lines except warnings, which standard error shows.
+# The output of a notebook's cell: a bar, and below it the log lines, except warnings, which are
+# shown on standard error.
 
 BELOW_BAR = {"is_below_bar": True}
 """The `extra` of a warning that is also shown below the bar."""
@@ -55,7 +58,9 @@ class _Texts(set[str]):
     is_over = False
 
 
-_WARNED: contextvars.ContextVar[tuple[_Texts, ...]] = contextvars.ContextVar("jstep_warned", default=())
+_WARNED: contextvars.ContextVar[tuple[_Texts, ...]] = contextvars.ContextVar(
+    "jstep_warned", default=()
+)
 """The texts of the warnings that each open run has logged, the innermost run last."""
 
 
@@ -63,8 +68,9 @@ _WARNED: contextvars.ContextVar[tuple[_Texts, ...]] = contextvars.ContextVar("js
 def warning_once() -> Iterator[None]:
     """Log each warning of `log_once` once within the block, which is a run.
 
-    Runs that generators hold may end in another order than they began in. So a run takes out its own texts and does not
-    set back what it found: that would leave those of a run that has ended, which later warnings would be missing from.
+    Runs that generators hold may end in another order than they began in. So a run takes out its
+    own texts and does not set back what it found: that would leave those of a run that has ended,
+    which later warnings would be missing from.
     """
     texts = _Texts()
     _WARNED.set((*_WARNED.get(), texts))
@@ -77,7 +83,7 @@ def warning_once() -> Iterator[None]:
 
 
 def warned_in_run() -> set[str] | None:
-    """Return the texts that this run has logged, to which new ones are added; None outside of a run."""
+    """Return this run's logged texts, to which new ones are added; None outside of a run."""
     for texts in reversed(_WARNED.get()):
         if not texts.is_over:
             return texts
@@ -100,13 +106,15 @@ _counts: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.cou
 def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
     """Log `msg % args` at the first call from this line of code, and at every n-th call after it.
 
-    Outside of `train`, Python shows no level below `WARNING` by itself: call `logging.basicConfig(level=logging.INFO)`.
+    Outside of `train`, Python shows no level below `WARNING` by itself: call
+    `logging.basicConfig(level=logging.INFO)`.
 
     Args:
         level: A level of `logging`, such as `logging.INFO` or `"INFO"`.
         msg: The message, with %-placeholders.
         n: The interval in calls, ≥ 1.
-        *args: Arguments of the message. Device arrays are waited for only when the message is logged.
+        *args: Arguments of the message. Device arrays are waited for only when the message is
+            logged.
 
     Example:
         >>> import logging, jstep
@@ -128,7 +136,9 @@ def as_level(level: object) -> int:
     if isinstance(level, str):
         number = logging.getLevelNamesMapping().get(level.upper())
     if isinstance(number, bool) or not isinstance(number, int):
-        raise ValueError(f"level={level!r}: must be a level of logging, such as logging.INFO or 'INFO'")
+        raise ValueError(
+            f"level={level!r}: must be a level of logging, such as logging.INFO or 'INFO'"
+        )
     return number
 
 
@@ -137,10 +147,11 @@ def as_level(level: object) -> int:
 
 @contextlib.contextmanager
 def log_to_stderr(shown: int = logging.NOTSET) -> Iterator[None]:
-    """Show log lines on standard error within the block, which is a run, unless logging is configured.
+    """Show log lines on standard error within the block, a run, unless logging is configured.
 
-    Runs in threads end in any order. So they share one handler, which is removed at the end of the last of them: if it
-    belonged to the run that began first, the others would show nothing after that run.
+    Runs in threads end in any order. So they share one handler, which is removed at the end of the
+    last of them: if it belonged to the run that began first, the others would show nothing after
+    that run.
     """
     with _changing_handlers:
         handler = _handler_of_runs()
@@ -154,13 +165,14 @@ def log_to_stderr(shown: int = logging.NOTSET) -> Iterator[None]:
                 handler.remove_run(shown)
 
 
-# Reentrant: garbage collection closes a run that a generator holds at any line, also within this lock.
+# Reentrant: garbage collection may close a run that a generator holds while this lock is held.
 _changing_handlers = threading.RLock()
 
 
 def _handler_of_runs() -> "_LineHandler | None":
     """Return the handler of the open runs, or a new one; None if logging is configured."""
-    for handler in logger.handlers:  # beside it, an open run has one of its own in a notebook (`ShownLines`)
+    # In a notebook, an open run has a handler of its own beside it (`ShownLines`).
+    for handler in logger.handlers:
         if isinstance(handler, _LineHandler):
             return handler
     if logger.handlers:
@@ -183,7 +195,8 @@ class _LineHandler(logging.StreamHandler[Any]):
 
     def add_run(self, shown: int) -> None:
         if not self._shown_by_runs:
-            logger.propagate = False  # otherwise a handler added to the root logger would repeat the lines
+            # Otherwise a handler added to the root logger would repeat the lines.
+            logger.propagate = False
             logger.addHandler(self)
             logger.setLevel(logging.INFO)
         self._shown_by_runs.append(shown)
@@ -220,7 +233,7 @@ SLOW_SECS = (5.0, 30.0, 60.0, 120.0, 240.0)
 
 @contextlib.contextmanager
 def slow(doing: str, log: Callable[[str], object] | None = None, hint: str = "") -> Iterator[None]:
-    """Report at `SLOW_SECS` that something takes long: by `log` if given, else on standard error."""
+    """Report at `SLOW_SECS` that something takes long, by `log` or else on standard error."""
     has_ended = threading.Event()
 
     def watch() -> None:

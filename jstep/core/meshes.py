@@ -1,7 +1,7 @@
-"""Meshes and other JAX contexts: which one applies, and code that must be independent of the user's contexts.
+"""Meshes and other JAX contexts: which one applies, and code independent of the user's contexts.
 
-A user's function is traced on the axis types of the user's mesh; jstep's own computations run with Auto axes, and their
-results are sharded like their arguments.
+A user's function is traced on the axis types of the user's mesh; jstep's own computations run with
+Auto axes, and their results are sharded like their arguments.
 """
 
 import contextlib
@@ -25,12 +25,14 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _NOT_CARRIED = {"thread_guard", "transfer_guard"}
-"""Not carried: `thread_guard` belongs to one thread; `transfer_guard` is an alias of three settings."""
+"""`thread_guard` belongs to one thread; `transfer_guard` is an alias of three settings."""
 
 
 def _carried_settings() -> tuple[str, ...]:
     names = [entry.removeprefix("jax_") for entry in jax.config.values if entry.startswith("jax_")]
-    return tuple(name for name in names if name not in _NOT_CARRIED and callable(getattr(jax, name, None)))
+    return tuple(
+        name for name in names if name not in _NOT_CARRIED and callable(getattr(jax, name, None))
+    )
 
 
 SETTINGS = _carried_settings()
@@ -38,7 +40,9 @@ SETTINGS = _carried_settings()
 
 _GUARDS = tuple(name for name in SETTINGS if name.startswith("transfer_guard_"))
 _guard_values = operator.attrgetter(*[f"jax_{name}" for name in _GUARDS])
-special_settings = operator.attrgetter(*[f"jax_{name}" for name in (*_GUARDS, "debug_nans", "debug_infs")])
+special_settings = operator.attrgetter(
+    *[f"jax_{name}" for name in (*_GUARDS, "debug_nans", "debug_infs")]
+)
 """The settings of `jax.config` that change how a step is called."""
 
 NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -46,7 +50,8 @@ NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 def internal_transfers() -> contextlib.AbstractContextManager[object]:
     """Exempt transfers from the caller's transfer guards, but for a user's functions."""
-    if not any(_guard_values(jax.config)):  # fast path: called at each step, and for every logged scalar
+    # A fast path, as this is called at each step, and for every logged scalar.
+    if not any(_guard_values(jax.config)):
         return NO_GUARD
     return jax.transfer_guard("allow")
 
@@ -70,20 +75,25 @@ def read_settings() -> dict[str, Any]:
 
 
 _WAYS_OUT = (
-    "JAX refuses this function on the Explicit axes of the mesh (the default of jax.make_mesh) and on Auto axes: "
-    "annotate what JAX names (out_sharding=, jax.sharding.reshard), or pass it arrays in place of closing over them."
+    "JAX refuses this function on the Explicit axes of the mesh (the default of jax.make_mesh) and "
+    "on Auto axes: annotate what JAX names (out_sharding=, jax.sharding.reshard), or pass it "
+    "arrays in place of closing over them."
 )
 
 
 def as_mesh(mesh: object) -> Mesh:
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh={mesh!r}: must be a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',))")
+        raise TypeError(
+            f"mesh={mesh!r}: must be a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',))"
+        )
     return mesh
 
 
 def mesh_of(tree: Tree) -> Mesh | None:
     for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, jax.core.Tracer):
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            continue
+        if not isinstance(leaf, jax.core.Tracer):
             mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
             if isinstance(mesh, Mesh) and not mesh.empty:
                 return mesh
@@ -99,7 +109,7 @@ def sharding_on_mesh(leaf: object) -> NamedSharding | None:
 
 
 def copy_to_host(value: object) -> np.ndarray[Any, Any] | None:
-    """Return the value of an array on a mesh; None for others, and if this process does not have all of it."""
+    """Return the value of an array on a mesh, if this process has all of it; else None."""
     if not isinstance(value, jax.Array) or is_traced(value):
         return None
     if not isinstance(value.sharding, NamedSharding):
@@ -136,7 +146,7 @@ def overriding_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]
 
 
 def explicit_mesh(tree: Tree) -> AbstractMesh | None:
-    """Return the mesh with Explicit axes in the types of arrays; None also within `jax.shard_map`."""
+    """Return the mesh with Explicit axes of arrays' types; None also within `jax.shard_map`."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array):
             mesh = jax.typeof(leaf).sharding.mesh
@@ -171,14 +181,20 @@ def axis_size(mesh: Mesh | AbstractMesh, axis: object, argument: str) -> int:
     names = axis if isinstance(axis, tuple) else (axis,)
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f"{argument}: must be the name of an axis or a tuple of names, got {axis!r}")
+            raise TypeError(
+                f"{argument}: must be the name of an axis or a tuple of names, got {axis!r}"
+            )
         if name not in mesh.shape:
             hint = suggest_names(str(name), map(str, mesh.axis_names))
-            raise ValueError(f"{argument}: the mesh has no axis {name!r}{hint}; its axes are {dict(mesh.shape)}")
+            raise ValueError(
+                f"{argument}: the mesh has no axis {name!r}{hint}; its axes are {dict(mesh.shape)}"
+            )
     return parts_along(mesh, axis)
 
 
-def fitting_spec(mesh: Mesh | AbstractMesh, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
+def fitting_spec(
+    mesh: Mesh | AbstractMesh, spec: PartitionSpec, shape: tuple[int, ...]
+) -> PartitionSpec:
     """Drop from a spec the axes that do not divide an array of this shape."""
     axes = []
     for size, axis in zip(shape, dims_of(spec), strict=False):
@@ -187,7 +203,7 @@ def fitting_spec(mesh: Mesh | AbstractMesh, spec: PartitionSpec, shape: tuple[in
 
 
 def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:
-    """Return the largest dimension that a number divides, of equal ones the first; None if there is none."""
+    """Return the largest dimension that `size` divides, the first of equal ones, or None."""
     fitting = [dim for dim, length in enumerate(shape) if length and length % size == 0]
     return max(fitting, key=lambda dim: (shape[dim], -dim), default=None)
 
@@ -234,9 +250,15 @@ def shard_like(*trees: Any) -> Callable[[Any], Any]:
 
 
 def call_on_auto_axes(
-    fn: Callable[..., _R], *args: Any, specs_of: Callable[[Any], Any] | None = None, mesh: AbstractMesh | None = None
+    fn: Callable[..., _R],
+    *args: Any,
+    specs_of: Callable[[Any], Any] | None = None,
+    mesh: AbstractMesh | None = None,
 ) -> _R:
-    """Call `fn(*args)` with Auto axes; `specs_of` maps the result to its specs. `fn` closes over no array on a mesh."""
+    """Call `fn(*args)` with Auto axes; `specs_of` maps the result to its specs.
+
+    `fn` must not close over an array on a mesh.
+    """
     mesh = mesh or explicit_mesh(args)
     if mesh is None:
         return fn(*args)
@@ -257,7 +279,8 @@ def leaving_auto_axes(fn: Callable[[Any], _R], params: Tree) -> Callable[[Any], 
 
     def call(params: Tree) -> _R:
         with jax.sharding.use_abstract_mesh(mesh):
-            result = fn(jax.tree.map(functools.partial(_to_own_axes, mesh), params, specs_of(params)))
+            to_own_axes = functools.partial(_to_own_axes, mesh)
+            result = fn(jax.tree.map(to_own_axes, params, specs_of(params)))
         return jax.tree.map(_to_auto_axes, result)
 
     return call
@@ -285,7 +308,8 @@ def _keep_explicit_axes(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpe
         return spec
 
     def part(axis: object) -> Any:
-        return tuple(name for name in mesh_axes_of(axis) if types.get(name) == AxisType.Explicit) or None
+        names = (name for name in mesh_axes_of(axis) if types.get(name) == AxisType.Explicit)
+        return tuple(names) or None
 
     return PartitionSpec(*map(part, dims_of(spec)))
 
@@ -293,7 +317,8 @@ def _keep_explicit_axes(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpe
 def supports_meshes(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorator: support arrays on any mesh, and exempt internal transfers.
 
-    A leaf of the result is sharded like that of equal path and shape in the first of `like` (`"state.params"`).
+    A leaf of the result is sharded like that of equal path and shape in the first of `like`
+    (`"state.params"`).
     """
 
     def decorated(fn: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -307,7 +332,9 @@ def supports_meshes(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]
                 arguments = types.SimpleNamespace(**signature.bind(*args, **kwargs).arguments)
                 # Reversed, because of leaves with one path and shape `shard_like` takes the last.
                 specs_of = shard_like(*(_argument_at(arguments, name) for name in reversed(like)))
-                return call_on_auto_axes(lambda args, kwargs: fn(*args, **kwargs), args, kwargs, specs_of=specs_of)
+                return call_on_auto_axes(
+                    lambda args, kwargs: fn(*args, **kwargs), args, kwargs, specs_of=specs_of
+                )
 
         return call
 
@@ -316,7 +343,9 @@ def supports_meshes(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]
 
 def _argument_at(arguments: object, name: str) -> Any:
     # None if it is missing, which the function itself will report.
-    return functools.reduce(lambda value, part: getattr(value, part, None), name.split("."), arguments)
+    return functools.reduce(
+        lambda value, part: getattr(value, part, None), name.split("."), arguments
+    )
 
 
 class AxesFallback:
@@ -326,7 +355,9 @@ class AxesFallback:
         self._name = name
         self._is_logged = False
 
-    def __call__(self, fn: Callable[..., _R], *args: Any, specs_of: Callable[[Any], Any] | None = None) -> _R:
+    def __call__(
+        self, fn: Callable[..., _R], *args: Any, specs_of: Callable[[Any], Any] | None = None
+    ) -> _R:
         """Call `fn(*args)`; if both attempts fail, raise the first error, with a note."""
         mesh = explicit_mesh(args)
         if mesh is None:
@@ -349,15 +380,15 @@ class AxesFallback:
         if not self._is_logged and jax.process_index() == 0:  # `processes` imports this file
             self._is_logged = True
             text = (
-                "%s runs with Auto axes, where XLA chooses the shardings, as it has no annotations for the Explicit "
-                "axes of its mesh; results are the same. JAX's reason: %s"
+                "%s runs with Auto axes, where XLA chooses the shardings, as it has no annotations "
+                "for the Explicit axes of its mesh; results are the same. JAX's reason: %s"
             )
             logger.info(text, self._name, reason)
         return result
 
 
 def _signature(error: Exception) -> tuple[type, str]:
-    # A bug in the user's function gives the same error on all axis types; later lines depend on the trace.
+    # A bug in the user's function gives one error on all axis types; later lines depend on traces.
     first_line = (str(error).splitlines() or [""])[0]
     # In types on Explicit axes, the axes follow an @.
     return type(error), re.sub(r"@\([^()]*\)|@\w+", "", first_line)

@@ -1,8 +1,9 @@
 """New arrays of a state, made without compiling a program for each shape.
 
-`jnp.copy` and `jnp.full_like` compile a program for each shape and dtype. A state needs both for each leaf, at each
-start, before a run has begun: 80 programs of about 15 ms for 40 leaves. A transfer compiles nothing. Inside of a trace,
-or of `jax.set_mesh`, whose mesh decides where arrays are, these functions are those of `jax.numpy`.
+`jnp.copy` and `jnp.full_like` compile a program for each shape and dtype. A state needs both for
+each leaf, at each start, before a run has begun: 80 programs of about 15 ms for 40 leaves. A
+transfer compiles nothing. Inside of a trace, or of `jax.set_mesh`, whose mesh decides where arrays
+are, these functions are those of `jax.numpy`.
 """
 
 import math
@@ -19,7 +20,8 @@ from jstep.core.meshes import current_mesh, explicit_mesh, internal_transfers
 from jstep.core.placement import place_anywhere
 
 MAX_HOST_BYTES = 2**22
-"""The maximum size of an array made on the host: above, filling and transferring it costs more than a program."""
+"""The maximum size of an array made on the host: above, filling and transferring it costs more than
+a program."""
 
 
 def copy_of(leaf: Any) -> Any:
@@ -34,7 +36,8 @@ def copy_as(leaf: Any, dtype: DTypeLike) -> Any:
     dtype = np.dtype(dtype)
     is_on_host = trees.is_python_number(leaf) or isinstance(leaf, np.ndarray | np.generic)
     if is_on_host and _is_eager():
-        # A copy on the host first: a transfer may read the memory later, when the caller has changed it.
+        # A copy on the host first: a transfer may read the memory later, when the caller has
+        # changed it.
         return place_anywhere(np.array(leaf, dtype))
     if is_on_host or not _is_transferable(leaf):
         return jnp.array(leaf, dtype, copy=True)
@@ -56,7 +59,11 @@ def full_like(leaf: Any, value: Any, dtype: DTypeLike) -> Any:
 
 def full(shape: tuple[int, ...], value: Any, dtype: DTypeLike) -> Any:
     """Return an array on the default device."""
-    if trees.is_array(value) or not _is_eager() or math.prod(shape) * np.dtype(dtype).itemsize > MAX_HOST_BYTES:
+    if (
+        trees.is_array(value)
+        or not _is_eager()
+        or math.prod(shape) * np.dtype(dtype).itemsize > MAX_HOST_BYTES
+    ):
         return jnp.full(shape, value, dtype)
     return place_anywhere(np.full(shape, value, dtype))
 
@@ -70,20 +77,24 @@ def _is_transferable(leaf: Any) -> bool:
     """Whether a transfer gives an array placed as an operation of `jax.numpy` would place it."""
     if not isinstance(leaf, jax.Array) or trees.is_traced(leaf) or not _is_eager():
         return False
-    # `jnp.copy` writes the axes of a spec out, as a compiled step does: P() becomes P(None, None) in the type.
+    # `jnp.copy` writes the axes of a spec out, as a compiled step does: P() becomes P(None, None)
+    # in the type.
     if not leaf.is_fully_addressable or explicit_mesh(leaf) is not None:
         return False
     if leaf.committed:
         return True
-    # Operations move an uncommitted array to the default device; a transfer does not. A default that is the name of a
-    # platform is no device, and is left to JAX.
+    # Operations move an uncommitted array to the default device; a transfer does not. A default
+    # that is the name of a platform is no device, and is left to JAX.
     config: Any = jax.config
     default = config.jax_default_device
     return leaf.devices() == {jax.local_devices()[0] if default is None else default}
 
 
 def _is_made_on_host(leaf: jax.Array, dtype: DTypeLike) -> bool:
-    return leaf.size * np.dtype(dtype).itemsize <= MAX_HOST_BYTES and len(leaf.sharding.device_set) == 1
+    return (
+        leaf.size * np.dtype(dtype).itemsize <= MAX_HOST_BYTES
+        and len(leaf.sharding.device_set) == 1
+    )
 
 
 def _sharding_like(leaf: jax.Array) -> Any:

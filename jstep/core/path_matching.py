@@ -1,8 +1,8 @@
-"""Matching by path: the source of each leaf of a tree, the leaves without one, and the sources that are left over.
+"""Matching by path: the source of each leaf, the leaves without one, and the sources left over.
 
 The leaves of a target are matched to those of a checkpoint (`checkpoint/match.py`) or to tensors
-(`weights/matching_tensors.py`), and the leaves of a tree to those that it had before (`slots/matching.py`). These
-modules decide whether a source fits its leaf, and write the messages.
+(`weights/matching_tensors.py`), and the leaves of a tree to those that it had before
+(`slots/matching.py`). These modules decide whether a source fits its leaf, and write the messages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,8 @@ def match_paths(names: Sequence[str | None], sources: Mapping[str, Source]) -> P
     """Match names to sources.
 
     Args:
-        names: The name that the source of each leaf has, mostly its path; None for a leaf that wants no source.
+        names: The name that the source of each leaf has, mostly its path; None for a leaf that
+            wants no source.
         sources: Name → source.
     """
     found: list[Source | None] = []

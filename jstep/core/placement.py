@@ -47,7 +47,9 @@ def device_of(tree: trees.Tree) -> Any:
 
 Layouts = Mapping[str, NamedSharding]
 
-LAYOUTS: contextvars.ContextVar[Layouts | None] = contextvars.ContextVar("jstep_layouts", default=None)
+LAYOUTS: contextvars.ContextVar[Layouts | None] = contextvars.ContextVar(
+    "jstep_layouts", default=None
+)
 """Path → sharding on a mesh, for `layout_of`: tracers on Auto axes have none."""
 
 
@@ -81,14 +83,15 @@ def array_kind(array: jax.Array) -> Any:
 
 
 def chunks_of_size(items: list[int], size: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield the beginning and the items of chunks, all of one size: the last may repeat items of the one before."""
+    """Yield the start and the items of chunks of one size; the last may repeat earlier items."""
     for first in range(0, len(items), size):
         first = min(first, len(items) - size)
         yield first, items[first : first + size]
 
 
 PROGRAMS_IN_FLIGHT = 16
-"""How many programs run at once: the collectives of more than a CPU client has threads for wait for each other."""
+"""How many programs run at once: the collectives of more than a CPU client has threads for wait for
+each other."""
 
 
 class ProgramsInFlight:
@@ -110,7 +113,7 @@ def is_of_host(sharding: Any) -> bool:
 
 
 def _default_memory(sharding: Any) -> Any:
-    """Return the kind of memory that arrays are in by default; of a device of this process, if there is one."""
+    """Return the default kind of memory for arrays, on a device of this process if it has one."""
     devices = sharding.device_set
     local = [device for device in devices if device.process_index == device.client.process_index()]
     device = local[0] if local else next(iter(devices))
@@ -131,7 +134,7 @@ def move_to_devices(tree: trees.Tree) -> Any:
 
 
 SHARDINGS: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_shardings", default=None)
-"""The shardings of the state for which a step is being traced, as such a state; None if they are unknown."""
+"""The shardings of the state for which a step is being traced, as such a state; None if unknown."""
 
 
 def traced_shardings(tree: trees.Tree) -> list[Any] | None:
@@ -142,7 +145,9 @@ def traced_shardings(tree: trees.Tree) -> list[Any] | None:
 
 
 def may_run_on(*platforms: str) -> bool:
-    shardings = [sharding for sharding in jax.tree.leaves(SHARDINGS.get()) if hasattr(sharding, "device_set")]
+    shardings = [
+        sharding for sharding in jax.tree.leaves(SHARDINGS.get()) if hasattr(sharding, "device_set")
+    ]
     if shardings:
         device = next(iter(shardings[0].device_set))
         return device.platform in platforms
@@ -160,13 +165,20 @@ def place_like_old(leaf: object, old: object) -> Any:
     if isinstance(leaf, jax.core.Tracer):
         return move_to_host(leaf) if is_on_host(old) else leaf
     sharding = getattr(old, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or not isinstance(leaf, jax.Array) or leaf.sharding == sharding:
+    if (
+        not isinstance(sharding, NamedSharding)
+        or not isinstance(leaf, jax.Array)
+        or leaf.sharding == sharding
+    ):
         return leaf
     return jax.device_put(leaf, sharding)
 
 
 def group_by_devices(leaves: Sequence[Any]) -> tuple[list[tuple[list[int], Any]], list[int]]:
-    """Return the indices of arrays on the same devices, with the mesh if there are several; and those of the others."""
+    """Return groups of indices of arrays on the same devices, and the indices of host arrays.
+
+    A group comes with its mesh if it has several devices.
+    """
     groups: dict[Any, tuple[list[int], Any]] = {}
     host_arrays: list[int] = []
     for number, leaf in enumerate(leaves):
@@ -195,7 +207,7 @@ NO_MESH = Mesh(np.empty((), object), ())
 
 
 def compute_on(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
-    """Compile, once per `fn`, and call `fn(*args)` for arrays with one placement; the result is replicated."""
+    """Compile `fn` once, and call it with arrays of one placement; the result is replicated."""
     if mesh is None:
         args = jax.tree.map(strip_mesh_of_one, args)
     with computing_on(mesh) as compiled:
@@ -226,7 +238,8 @@ def _compiled(fn: Callable[..., Any], mesh: Any) -> Any:
 
 
 def is_compile_only(device: Any) -> bool:
-    # The client of a real device has devices in this process, even if this device belongs to another process.
+    # The client of a real device has devices in this process, even if this device belongs to
+    # another process.
     return not device.client.local_device_count()
 
 
@@ -240,8 +253,8 @@ def check_not_compile_only(tree: trees.Tree, argument: str) -> None:
         mesh: Any = getattr(sharding, "mesh", None)
         if mesh is not None and compiles_only(mesh):
             raise ValueError(
-                f"{argument}: these {mesh.size} {mesh.devices.flat[0].device_kind!r} devices only compile; use "
-                "jstep.cost or lower with them, and run on devices of this machine"
+                f"{argument}: these {mesh.size} {mesh.devices.flat[0].device_kind!r} devices only "
+                "compile; use jstep.cost or lower with them, and run on devices of this machine"
             )
 
 
@@ -249,8 +262,8 @@ def check_no_shapes(tree: trees.Tree, argument: str) -> None:
     if any(map(is_shape, jax.tree.leaves(tree))):
         check_not_compile_only(tree, argument)
         raise ValueError(
-            f"{argument}: must be arrays, got shapes (jax.ShapeDtypeStruct), which cannot be run; use jstep.cost or "
-            "lower with them"
+            f"{argument}: must be arrays, got shapes (jax.ShapeDtypeStruct), which cannot be run; "
+            "use jstep.cost or lower with them"
         )
 
 
@@ -286,7 +299,10 @@ def local_parts(shape: Sequence[int], sharding: Any) -> list[ShardBounds]:
 
 
 def place(
-    shape: Sequence[int], dtype: DTypeLike, sharding: Any, parts: Mapping[ShardBounds, np.ndarray[Any, Any]]
+    shape: Sequence[int],
+    dtype: DTypeLike,
+    sharding: Any,
+    parts: Mapping[ShardBounds, np.ndarray[Any, Any]],
 ) -> jax.Array:
     """Assemble an array from `local_parts`, without sharing their memory."""
     with internal_transfers():
@@ -297,13 +313,16 @@ def place(
 
 
 def place_anywhere(values: np.ndarray[Any, Any], sharding: Any = None) -> jax.Array:
-    """Place values on one device without sharing their memory: on the default device, uncommitted, or as given."""
+    """Place values on one device without sharing their memory.
+
+    They are uncommitted on the default device, unless a sharding is given.
+    """
     with internal_transfers():
         return _unshare(jax.device_put(values, sharding), [values])
 
 
 def _unshare(array: jax.Array, values: Iterable[np.ndarray[Any, Any]]) -> jax.Array:
-    """Return a copy of an array if it shares the memory of NumPy arrays, which only one on a CPU may."""
+    """Copy an array if it shares the memory of NumPy arrays, which only one on a CPU may."""
     addresses = {value.ctypes.data for value in values}
     shards = [shard.data for shard in array.addressable_shards if shard.device.platform == "cpu"]
     if not any(data.unsafe_buffer_pointer() in addresses for data in shards):
@@ -314,7 +333,8 @@ def _unshare(array: jax.Array, values: Iterable[np.ndarray[Any, Any]]) -> jax.Ar
 
 def target_sharding(leaf: Any, path: str) -> Any:
     if isinstance(leaf, jax.Array):
-        # None for uncommitted arrays, so that a compiled step treats a restored state like a newly created one.
+        # None for uncommitted arrays, so that a compiled step treats a restored state like a newly
+        # created one.
         return leaf.sharding if leaf.committed else None
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
@@ -332,17 +352,18 @@ def _concrete_sharding(sharding: Any, path: str) -> jax.sharding.NamedSharding:
     mesh = jax.sharding.get_mesh()
     if mesh.empty or dict(mesh.shape) != dict(sharding.mesh.shape):
         raise ValueError(
-            f"target: the sharding of {path!r} is over an abstract mesh; pass one over devices, or restore inside "
-            "jax.set_mesh(mesh)"
+            f"target: the sharding of {path!r} is over an abstract mesh; pass one over devices, or "
+            "restore inside jax.set_mesh(mesh)"
         )
     return jax.sharding.NamedSharding(mesh, sharding.spec)
 
 
 # Compiled programs on CPUs: scans that unroll if the loop would be slow, and an order of execution.
 #
-# XLA's CPU backend computes each array in a separate kernel, and overwrites slots without copying them if it must run
-# the kernels in the right order. On TPUs and GPUs one kernel computes all arrays of a leaf, and reads each operand
-# once; an enforced order would split the kernel, which then reads operands twice.
+# XLA's CPU backend computes each array in a separate kernel, and overwrites slots without copying
+# them if it must run the kernels in the right order. On TPUs and GPUs one kernel computes all
+# arrays of a leaf, and reads each operand once; an enforced order would split the kernel, which
+# then reads operands twice.
 
 Unroll = int | bool | None
 
@@ -354,7 +375,11 @@ def as_unroll(value: object) -> Unroll:
 
 
 def scan(
-    body: Callable[[Any, Any], tuple[Any, Any]], carry: trees.Tree, xs: object, length: int, unroll: Unroll = None
+    body: Callable[[Any, Any], tuple[Any, Any]],
+    carry: trees.Tree,
+    xs: object,
+    length: int,
+    unroll: Unroll = None,
 ) -> tuple[Any, Any]:
     """Run `jax.lax.scan`; `unroll=None` fully unrolls a body that would be slow in a loop."""
     if unroll is None and jax.default_backend() == "cpu" and length > 1:
@@ -369,8 +394,9 @@ def scan(
         if is_slow_in_loops(traced.jaxpr):
             unroll = True
             text = (
-                f"a loop of {length} iterations with convolutions is unrolled, since XLA runs them 10 to 30 times "
-                f"slower in loops on a CPU: it compiles as long as {length} copies do; unroll=1 keeps the loop"
+                f"a loop of {length} iterations with convolutions is unrolled, since XLA runs them "
+                f"10 to 30 times slower in loops on a CPU: it compiles as long as {length} copies "
+                "do; unroll=1 keeps the loop"
             )
             log_once(logging.INFO, text)
     return jax.lax.scan(body, carry, xs, length=length, unroll=1 if unroll is None else unroll)
@@ -388,10 +414,13 @@ def first_row(x: Any) -> jax.ShapeDtypeStruct:
 
 def compute_first(*arrays: object) -> tuple[Any, ...]:
     """Compute arrays on a CPU before their uses."""
-    if not trees.has_tracers(arrays):  # eager execution has a fixed order, and platform_dependent would compile
+    if not trees.has_tracers(arrays):
+        # Eager execution has a fixed order, and platform_dependent would compile.
         return arrays
     same: tuple[Any, ...] = jax.lax.platform_dependent(
-        *arrays, cpu=lambda *arrays: jax.lax.optimization_barrier(arrays), default=lambda *arrays: arrays
+        *arrays,
+        cpu=lambda *arrays: jax.lax.optimization_barrier(arrays),
+        default=lambda *arrays: arrays,
     )
     return same
 
@@ -406,10 +435,13 @@ def run_in_order(*chains: Sequence[jax.Array]) -> list[list[jax.Array]]:
         return [_run_chain(*chain) for chain in chains]
 
     as_lists = [list(chain) for chain in chains]
-    if not any(len(chain) > 1 for chain in as_lists) or not trees.has_tracers(as_lists):  # as in `compute_first`
+    if not any(len(chain) > 1 for chain in as_lists) or not trees.has_tracers(as_lists):
+        # As in `compute_first`.
         return as_lists
-    # One choice for all chains: one for each of a thousand leaves takes as long to trace as their update.
-    results: list[list[jax.Array]] = jax.lax.platform_dependent(as_lists, cpu=ordered, default=lambda chains: chains)
+    # One choice for all chains: one for each of 1000 leaves takes as long to trace as their update.
+    results: list[list[jax.Array]] = jax.lax.platform_dependent(
+        as_lists, cpu=ordered, default=lambda chains: chains
+    )
     return results
 
 
@@ -417,8 +449,9 @@ def run_in_order(*chains: Sequence[jax.Array]) -> list[list[jax.Array]]:
 def _run_chain(first: jax.Array, *later: jax.Array) -> list[jax.Array]:
     results = [first]
     for x in later:
-        # The barrier keeps XLA from recomputing `first` in the kernel that must wait for it. The condition is never
-        # true; LLVM detects this and XLA does not, so the dependency adds no memory traffic.
+        # The barrier keeps XLA from recomputing `first` in the kernel that must wait for it. The
+        # condition is never true; LLVM detects this and XLA does not, so the dependency adds no
+        # memory traffic.
         first = jax.lax.optimization_barrier(first)
         first = jax.lax.select((first > 0) & (first < 0), first.astype(x.dtype), x)
         results.append(first)

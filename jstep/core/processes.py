@@ -1,8 +1,8 @@
 """Communication between the processes of a run: requests to stop, numbers, strings and errors.
 
-All functions that exchange something block, and all processes must call them; with a single process there is no
-communication. `post` waits for nobody. `jstep.distributed` starts the processes; `agreed_clock` decides when a period
-is over for all of them.
+All functions that exchange something block, and all processes must call them; with a single process
+there is no communication. `post` waits for nobody. `jstep.distributed` starts the processes;
+`agreed_clock` decides when a period is over for all of them.
 """
 
 import itertools
@@ -23,7 +23,8 @@ from jstep.core.threads import AGREEING, doing
 _HEAD = 1024
 """The bytes of the message that each exchange begins with."""
 _KIND = 64
-"""Those of them that say what is exchanged; eight for the size of the data follow, and then its first bytes."""
+"""Those of them that say what is exchanged; eight for the size of the data follow, and then its
+first bytes."""
 _T = TypeVar("_T")
 
 
@@ -38,16 +39,18 @@ def is_process_0() -> bool:
 
 # JAX's preemption service, which stops all processes at the same call.
 
-# JAX counts calls of its synchronization point over the lifetime of the process, so this counter is global, too.
+# JAX counts calls of its synchronization point over the lifetime of a process: this is global, too.
 _calls = itertools.count(1)
 _has_stopped = threading.Event()
-"""Set when the preemption service has stopped a run, which it can do only once; or was asked to, but too late."""
+"""Set when the preemption service has stopped a run, which it can do only once; or was asked to,
+but too late."""
 
 
 def should_stop() -> bool:
     """Return whether all processes must stop after this call, because one of them received SIGTERM.
 
-    All must ask after each call of the train step. It queries JAX's preemption service, without device work.
+    All must ask after each call of the train step. It queries JAX's preemption service, without
+    device work.
     """
     try:
         with doing(AGREEING):
@@ -60,7 +63,7 @@ def should_stop() -> bool:
 
 
 def note_late_stop() -> None:
-    """Note that the service was asked to stop a run that has ended meanwhile: it would stop the next one."""
+    """Note that the service was asked to stop a run that has ended: it would stop the next."""
     _has_stopped.set()
 
 
@@ -68,7 +71,8 @@ def check_no_other_run() -> None:
     """Reject a run that no signal could stop, because one has stopped an earlier run."""
     if _has_stopped.is_set():
         raise RuntimeError(
-            "train: a signal stopped an earlier run, and JAX stops only one; let processes exit on jstep.Preempted"
+            "train: a signal stopped an earlier run, and JAX stops only one; let processes exit on "
+            "jstep.Preempted"
         )
 
 
@@ -77,25 +81,28 @@ def request_stop() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-# Texts that one process posts, and any other may read: no exchange, so that any thread may call these at any time.
+# Texts that one process posts, and any other may read: no exchange, so that any thread may call
+# these at any time.
 
 
 def _service() -> Any:
     """Return the client of JAX's coordination service; None if there is none.
 
-    It is private, an exception to our rule, as JAX has no public function for it. Without it (another JAX, or processes
-    that were not started by `jax.distributed`), the callers find another way.
+    It is private, an exception to our rule, as JAX has no public function for it. Without it
+    (another JAX, or processes that were not started by `jax.distributed`), the callers find another
+    way.
     """
     distributed = getattr(multihost_utils, "distributed", None)
     return getattr(getattr(distributed, "global_state", None), "client", None)
 
 
 def post(key: str, text: str) -> bool:
-    """Post a text for all processes, unless one of them has posted one under this key; return whether one is there."""
+    """Post a text for all processes, unless the key has one; return whether one is there."""
     try:
-        # The service lists what is below a key, and raises an error for a key that it does not have.
+        # The service lists what is below a key, and raises an error for a key that it lacks.
         _service().key_value_set_bytes(f"{key}/text", text.encode(errors="replace"))
-    except (AttributeError, RuntimeError):  # there is no service, it has a text already, or it does not respond
+    except (AttributeError, RuntimeError):
+        # There is no service, it has a text already, or it does not respond.
         return posted(key) is not None
     return True
 
@@ -151,8 +158,8 @@ def gather_texts(text: str) -> list[str]:
 def share_errors(fn: Callable[[], _T], problem: str, kind: type[Exception] = RuntimeError) -> _T:
     """Return `fn()`, which must not communicate; an error on one process is raised on all.
 
-    Otherwise the other processes would wait forever, in what they do next. They raise a `kind`, whose message begins
-    with `problem` and names the process.
+    Otherwise the other processes would wait forever, in what they do next. They raise a `kind`,
+    whose message begins with `problem` and names the process.
     """
     if is_single_process():
         return fn()
@@ -175,7 +182,8 @@ def _raise_on_all(error: Exception | None, problem: str, kind: type[Exception]) 
 def text_from_first(fn: Callable[[], str], kinds: Sequence[type[Exception]] = ()) -> str:
     """Return the text that `fn` returns on process 0; an error there is raised on all processes.
 
-    The others raise one of `kinds` if it has the name of that error, or else the last of them, with its message.
+    The others raise one of `kinds` if it has the name of that error, or else the last of them, with
+    its message.
     """
     if is_single_process():
         return fn()
@@ -198,9 +206,12 @@ def text_from_first(fn: Callable[[], str], kinds: Sequence[type[Exception]] = ()
 
 
 def first_ints_on_all(
-    fn: Callable[[], tuple[int, ...]], count: int, problem: str, kind: type[Exception] = RuntimeError
+    fn: Callable[[], tuple[int, ...]],
+    count: int,
+    problem: str,
+    kind: type[Exception] = RuntimeError,
 ) -> list[int]:
-    """Return the `count` integers that `fn` returns on process 0; an error is raised on all processes."""
+    """Return the `count` integers of `fn` on process 0; an error is raised on all processes."""
     error: Exception | None = None
     numbers: tuple[int, ...] = (0,) * count
     try:
@@ -241,8 +252,9 @@ def _gathered(values: np.ndarray[Any, Any], what: str = "numbers") -> np.ndarray
 def _exchange(kind: str, data: bytes) -> list[bytes]:
     """Return the data of each process.
 
-    Its first message has the same shape whatever is exchanged, and says what that is. So processes that are not at the
-    same place in their program find it out, and do not wait for each other for ever in programs that do not fit.
+    Its first message has the same shape whatever is exchanged, and says what that is. So processes
+    that are not at the same place in their program find it out, and do not wait for each other for
+    ever in programs that do not fit.
 
     Raises:
         RuntimeError: Another process exchanges something else.
@@ -253,8 +265,9 @@ def _exchange(kind: str, data: bytes) -> list[bytes]:
     if len(set(kinds)) > 1:
         found = "; ".join(f"{name} on process {process}" for process, name in enumerate(kinds))
         raise RuntimeError(
-            f"the processes of this run must run the same iterations, got different exchanges: {found}. Branch only on "
-            "values that are equal on all processes, such as the step or metrics"
+            "the processes of this run must run the same iterations, got different exchanges: "
+            f"{found}. Branch only on values that are equal on all processes, such as the step or "
+            "metrics"
         )
     begin = _KIND + 8
     sizes = [int.from_bytes(row[_KIND:begin], "little") for row in rows]

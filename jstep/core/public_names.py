@@ -1,4 +1,4 @@
-"""Public names: their `__module__`, and hints for names, attributes and arguments of other libraries."""
+"""Public names: `__module__`, and hints for names, attributes and arguments of other libraries."""
 
 import difflib
 import functools
@@ -21,19 +21,27 @@ MOVED: dict[str, str] = {
 }
 """Old name → new one. The old one works for two minor releases, with a DeprecationWarning.
 
-Forms: `adam_with_decay` of the package, `EarlyStopping.bad` of an attribute, `KeepBest(keep=)` of an argument.
+Forms: `adam_with_decay` of the package, `EarlyStopping.bad` of an attribute, `KeepBest(keep=)` of
+an argument.
 """
 
 
 def new_name(package: str, name: str) -> str:
     new = MOVED[name]
     # The level of the program: this function is called by the `__getattr__` of the package.
-    warnings.warn(f"{package}.{name} is called {package}.{new} now", DeprecationWarning, stacklevel=3)
+    warnings.warn(
+        f"{package}.{name} is called {package}.{new} now", DeprecationWarning, stacklevel=3
+    )
     return new
 
 
-def rename_arguments(fn: Callable[..., Any], kwargs: Mapping[str, Any], typed: str = "") -> dict[str, Any] | None:
-    """Return the arguments of a call by their new names; None if none has an old name, or one is given by both."""
+def rename_arguments(
+    fn: Callable[..., Any], kwargs: Mapping[str, Any], typed: str = ""
+) -> dict[str, Any] | None:
+    """Return a call's arguments by their new names.
+
+    None if none of them has an old name, or if one is given by both names.
+    """
     owner = _name_of_call(fn, typed)
     moved: dict[str, str] = {}
     for name in kwargs:
@@ -44,7 +52,9 @@ def rename_arguments(fn: Callable[..., Any], kwargs: Mapping[str, Any], typed: s
         return None
     for old, new in moved.items():
         # The level of the program: this function is called by the wrapper around `fn`.
-        warnings.warn(f"{owner}({old}=…) is called {owner}({new}=…) now", DeprecationWarning, stacklevel=3)
+        warnings.warn(
+            f"{owner}({old}=…) is called {owner}({new}=…) now", DeprecationWarning, stacklevel=3
+        )
     return {moved.get(name, name): value for name, value in kwargs.items()}
 
 
@@ -69,7 +79,8 @@ def show_in(package: str, value: object) -> None:
 def is_public(named: Any) -> bool:
     root = sys.modules["jstep"]
     name = named.__qualname__
-    # Asked of the list first: for a name that the package does not have, `getattr` would compose an error with hints.
+    # Asked of the list first: for a name that the package does not have, `getattr` would compose an
+    # error with hints.
     return name in root.__all__ and getattr(root, name) is named
 
 
@@ -80,7 +91,7 @@ def public_name(named: Any) -> str:
 
 
 def set_public_module(namespace: dict[str, Any]) -> None:
-    """Show a package's `__all__` in `jstep`, or in the package for names that the root does not export."""
+    """Show the names of `__all__` in `jstep`, or in the package if the root does not have them."""
     package = namespace["__name__"]
     root = sys.modules[package.partition(".")[0]]
     for name in namespace["__all__"]:
@@ -94,9 +105,10 @@ def set_public_module(namespace: dict[str, Any]) -> None:
 
 
 def find_hint(typed: str) -> str:
-    """Say what to type in place of something that only other libraries have; empty if no table knows it.
+    """Say what to type in place of what only other libraries have; empty if no table knows it.
 
-    Forms: `AdamOptimizer`, `Optimizer.minimize`, `minimize(global_step=)`, `(use_locking=)`, `apply_gradients()`.
+    Forms: `AdamOptimizer`, `Optimizer.minimize`, `minimize(global_step=)`, `(use_locking=)`,
+    `apply_gradients()`.
     """
     return _hints().get(typed) or _folded_hints().get(typed.casefold(), "")
 
@@ -104,13 +116,19 @@ def find_hint(typed: str) -> str:
 def attribute_error(owner: str, name: str, obj: object, prefix: str = "") -> AttributeError:
     hint = find_hint(prefix + name)
     # Python suggests a similar name of `obj`, which would contradict what is known.
-    return AttributeError(f"{owner} has no attribute {name!r}{hint}", name=name, obj=None if hint else obj)
+    return AttributeError(
+        f"{owner} has no attribute {name!r}{hint}", name=name, obj=None if hint else obj
+    )
 
 
 def explain_call(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError, typed: str = ""
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    error: TypeError,
+    typed: str = "",
 ) -> str:
-    """Say what to type in place of a call that does not fit a signature; empty if it fits, or nothing is known."""
+    """Say what to type for a call that does not fit a signature; empty if it fits or is unknown."""
     signature = inspect.signature(fn)
     try:
         signature.bind(*args, **kwargs)
@@ -126,7 +144,8 @@ def explain_call(
     remedies = {name: find_hint(f"{owner}({name}=)") or find_hint(f"({name}=)") for name in unknown}
     known = {name: remedy for name, remedy in remedies.items() if remedy}
     if len(unknown) > 1 and known:
-        # Python names only the first of them. Who types `b1=0.9, b2=0.99, eps=1e-8` learns all three at once.
+        # Python names only the first of them. Who types `b1=0.9, b2=0.99, eps=1e-8` learns all
+        # three at once.
         return "".join(f"{remedy} for {name}" for name, remedy in known.items())
     if known:
         return known[unknown[0]]
@@ -144,7 +163,8 @@ def _suggest_argument(name: str, signature: inspect.Signature) -> str:
 
 
 _SPELLING = 0.8
-"""How similar a misspelt argument is: `num_microbatch` is 0.93; `batch_size`, which is not `batches`, is 0.7."""
+"""How similar a misspelt argument is: `num_microbatch` is 0.93; `batch_size`, which is not
+`batches`, is 0.7."""
 
 
 def _list_arguments(signature: inspect.Signature) -> str:
@@ -155,11 +175,13 @@ def _list_arguments(signature: inspect.Signature) -> str:
 
 
 def _keyword_only_hint(owner: str, signature: inspect.Signature, args: tuple[Any, ...]) -> str:
-    """Show a call with too many positional arguments as it is typed; empty if keywords would not help."""
+    """Show how to type a call with too many positional arguments; empty if that does not help."""
     parameters = list(signature.parameters.values())
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return ""
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     surplus = len(args) - len(positional)
     if not 0 < surplus <= len(keyword_only):
@@ -172,7 +194,7 @@ def _keyword_only_hint(owner: str, signature: inspect.Signature, args: tuple[Any
 
 
 def explains_attributes(cls: type[_T], *, owner: str = "", typed: str = "") -> type[_T]:
-    """Class decorator: errors of attributes that another library has say what to type, and old names work.
+    """Class decorator: errors of other libraries' attributes say what to type, and old names work.
 
     Args:
         owner: What the error calls an object; by default that of its class.
@@ -182,10 +204,13 @@ def explains_attributes(cls: type[_T], *, owner: str = "", typed: str = "") -> t
     def missing(self: object, name: str) -> Any:
         new = MOVED.get(f"{cls.__name__}.{name}")
         if new is not None:
-            warnings.warn(f"{cls.__name__}.{name} is called {new} now", DeprecationWarning, stacklevel=2)
+            warnings.warn(
+                f"{cls.__name__}.{name} is called {new} now", DeprecationWarning, stacklevel=2
+            )
             return getattr(self, new)
         shown = owner or f"{type(self).__name__!r} object"
-        # Protocols (`__array__`, `__setstate__`, IPython's `_repr_png_`) look for names that no library's user types.
+        # Protocols (`__array__`, `__setstate__`, IPython's `_repr_png_`) look for names that no
+        # library's user types.
         if name.startswith("_"):
             raise AttributeError(f"{shown} has no attribute {name!r}")
         raise attribute_error(shown, name, self, f"{typed or cls.__name__}.")
@@ -213,7 +238,7 @@ def _hints() -> Mapping[str, str]:
 
 @functools.cache
 def _folded_hints() -> Mapping[str, str]:
-    """Return the hints by what is typed in lower case, and those for names of jstep in another case."""
+    """Return hints by what is typed, in lower case, and those for jstep's names in other cases."""
     folded: dict[str, str] = {}
     for typed, hint in _hints().items():
         # The first of several: `Adam` is the name in PyTorch and in Keras, `adam` is ours.

@@ -68,7 +68,8 @@ def _copied(value: Any) -> Any:
 def record_calls(
     attach: Callable[[_T, RecordedCall], _T],
     positional: int = 0,
-    refused: Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any], TypeError], NoReturn] | None = None,
+    refused: Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any], TypeError], NoReturn]
+    | None = None,
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Make a decorator that attaches calls to results; `refused` raises a better TypeError."""
 
@@ -108,7 +109,8 @@ class RememberedFunction:
     """A schedule: the function, which is called with a step, and the call that made it."""
 
     def __init__(self, function: Callable[..., Any], call: RecordedCall) -> None:
-        functools.update_wrapper(self, function)  # also copies the attributes of a function that is already remembered
+        # This also copies the attributes of a function that is already remembered.
+        functools.update_wrapper(self, function)
         self._call = call
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -153,12 +155,15 @@ def as_typed(value: Any) -> str:
         if isinstance(value, list):
             return f"[{text}]"
         return f"({text},)" if len(value) == 1 else f"({text})"
-    if isinstance(value, RememberedFunction) or hasattr(value, "hyperparameters"):  # a schedule, an optimizer
+    if isinstance(value, RememberedFunction) or hasattr(value, "hyperparameters"):
+        # A schedule or an optimizer.
         return repr(value)
     if isinstance(value, jax.Array | np.ndarray):
         return array_type(value.shape, value.dtype)
     name = getattr(value, "__name__", None)
-    text = name if callable(value) and isinstance(name, str) else format_value(value, MAX_TEXT_LENGTH)
+    text = (
+        name if callable(value) and isinstance(name, str) else format_value(value, MAX_TEXT_LENGTH)
+    )
     # A default `repr` has the address of the object.
     return f"{type(value).__name__}(…)" if " at 0x" in text else text
 

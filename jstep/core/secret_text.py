@@ -7,9 +7,12 @@ from jstep.core.checks import truncate
 from jstep.core.tables import printable
 
 NOT_RECORDED = "(not recorded)"
-_ALWAYS = re.compile(r"secret|passw|passphrase|credential|private[_-]?key|authorization", re.IGNORECASE)
+_ALWAYS = re.compile(
+    r"secret|passw|passphrase|credential|private[_-]?key|authorization", re.IGNORECASE
+)
 _IF_RANDOM = re.compile(r"(?:key|token|auth)s?$", re.IGNORECASE)
-_RANDOM = re.compile(r"[^\w+=-]*+(?=.*\d)(?=.*[A-Za-z])[\w+=-]{16,}+[^\w+=-]*+")  # also in quotes or brackets
+# Also in quotes or brackets.
+_RANDOM = re.compile(r"[^\w+=-]*+(?=.*\d)(?=.*[A-Za-z])[\w+=-]{16,}+[^\w+=-]*+")
 _TOKEN = re.compile(
     r"-----BEGIN[\s\S]*|\bBearer\s+\S{8,}|\bAKIA[A-Z\d]{12,}"
     r"|\b(?:sk-|hf_|gh[po]_|github_pat_|xoxb-|glpat-)(?=[\w-]{0,64}?(?:\d[A-Za-z]|[a-z][A-Z]))[\w-]{16,}"
@@ -17,7 +20,8 @@ _TOKEN = re.compile(
     r"(?:[\w/+]{4})+(?:[\w/+]{2}==|[\w/+]{3}=)?(?![\w/+=])"
 )
 """The forms of well-known tokens."""
-# The name begins where a word does and gives nothing back: otherwise the time for a text without "=" is quadratic.
+# The name begins where a word does and gives nothing back: otherwise the time for a text without
+# "=" is quadratic.
 _PAIR = re.compile(r"""(?<![\w.-])([\w.-]++)=("[^"]*"|'[^']*'|[^\s,;&]+)""")
 _LOGIN = re.compile(r"(\w://)[^\s/]*@")
 
@@ -38,7 +42,7 @@ def error_text(error: BaseException | None) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the reason of an error of the operating system and the file, or kind and text of another; in short."""
+    """Return, in short, an OS error's reason and file, or the kind and text of another error."""
     text = f"{type(error).__name__}: {error_text(error)}"
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror + (f": {printable(error.filename)}" if error.filename else "")

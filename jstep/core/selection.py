@@ -38,8 +38,8 @@ def find_leaf(tree: trees.Tree, path: str, what: str) -> int | None:
 
 def ambiguous(what: str, path: str, leaves: int) -> str:
     return (
-        f"{what}: {leaves} leaves share the path {path!r}, because a key of the tree contains a slash; rename the key "
-        "to make paths unique"
+        f"{what}: {leaves} leaves share the path {path!r}, because a key of the tree contains a "
+        "slash; rename the key to make paths unique"
     )
 
 
@@ -49,15 +49,22 @@ _FORMS = "None, a predicate (path, leaf) -> bool, a list of paths or globs, or a
 
 
 def select_leaves(
-    params: trees.Params, var_list: VarList, argument: str = "var_list", frozen: Sequence[bool] | None = None
+    params: trees.Params,
+    var_list: VarList,
+    argument: str = "var_list",
+    frozen: Sequence[bool] | None = None,
 ) -> list[int]:
-    """Return the indices of the floating leaves that a `var_list` selects; `frozen` marks leaves of a `partition`."""
+    """Return the indices of the floating leaves that a `var_list` selects.
+
+    `frozen` marks leaves of a `partition`.
+    """
     wanted = flags(params, var_list, argument)
     indices = [i for i, is_wanted in enumerate(wanted) if is_wanted and not (frozen and frozen[i])]
     if not indices:
         raise ValueError(
-            f"No variables to optimize: {argument}={format_value(var_list)} selects no floating-point leaf, which the "
-            f"optimizer does not freeze, of {trees.leaf_paths(params)[:20]}"
+            f"No variables to optimize: {argument}={format_value(var_list)} selects no "
+            "floating-point leaf, which the optimizer does not freeze, of "
+            f"{trees.leaf_paths(params)[:20]}"
         )
     return indices
 
@@ -79,16 +86,22 @@ def resolve(params: trees.Params, var_list: VarList, argument: str) -> list[bool
 
 def check_form(var_list: VarList, argument: str) -> None:
     if isinstance(var_list, int | float | np.number) and not isinstance(var_list, bool):
-        raise TypeError(f"{argument}={format_value(var_list)}: must be {_FORMS}, got {describe_type(var_list)}")
+        raise TypeError(
+            f"{argument}={format_value(var_list)}: must be {_FORMS}, got {describe_type(var_list)}"
+        )
 
 
-def _chosen(params: trees.Params, trainable: list[bool], var_list: VarList, argument: str) -> list[bool]:
+def _chosen(
+    params: trees.Params, trainable: list[bool], var_list: VarList, argument: str
+) -> list[bool]:
     if var_list is None:
         return trainable
     named = trees.leaves_with_paths(params)
     if isinstance(var_list, str):
         var_list = [var_list]
-    if isinstance(var_list, list | tuple | set | frozenset) and all(isinstance(entry, str) for entry in var_list):
+    if isinstance(var_list, list | tuple | set | frozenset) and all(
+        isinstance(entry, str) for entry in var_list
+    ):
         entries = sorted(var_list) if isinstance(var_list, set | frozenset) else var_list
         return _match_globs(params, trainable, entries, argument)
     if callable(var_list) and trees.is_function(var_list):
@@ -96,12 +109,14 @@ def _chosen(params: trees.Params, trainable: list[bool], var_list: VarList, argu
         return [_as_bool(var_list(path, leaf), path, argument) for path, leaf in named]
     try:
         # A flag may stand for a whole subtree of params.
-        filled = jax.tree.map(lambda flag, subtree: jax.tree.map(lambda _: flag, subtree), var_list, params)
+        filled = jax.tree.map(
+            lambda flag, subtree: jax.tree.map(lambda _: flag, subtree), var_list, params
+        )
         flags = trees.structure(params).flatten_up_to(filled)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{argument}={format_value(var_list)}: a tree of bools must have the structure of params (or a prefix of "
-            f"it), whose paths are {[path for path, _ in named][:20]}"
+            f"{argument}={format_value(var_list)}: a tree of bools must have the structure of "
+            f"params (or a prefix of it), whose paths are {[path for path, _ in named][:20]}"
         ) from error
     return [_as_bool(flag, path, argument) for flag, (path, _) in zip(flags, named, strict=True)]
 
@@ -117,12 +132,14 @@ def _check_predicate(predicate: Callable[..., Any], argument: str) -> None:
     except TypeError:
         name = getattr(predicate, "__name__", type(predicate).__name__)
         raise TypeError(
-            f"{argument}={name}: must be a predicate (path, leaf) -> bool, got a function {name}{signature}; "
-            "of a function of the whole tree, give its result, a tree of bools"
+            f"{argument}={name}: must be a predicate (path, leaf) -> bool, got a function "
+            f"{name}{signature}; of a function of the whole tree, give its result, a tree of bools"
         ) from None
 
 
-def _match_globs(params: trees.Params, trainable: list[bool], entries: Sequence[str], argument: str) -> list[bool]:
+def _match_globs(
+    params: trees.Params, trainable: list[bool], entries: Sequence[str], argument: str
+) -> list[bool]:
     names = leaf_names(params)
     leaves = jax.tree.leaves(params)
     paths = [path for path, *_ in names]
@@ -136,8 +153,8 @@ def _match_globs(params: trees.Params, trainable: list[bool], entries: Sequence[
             raise ValueError(ambiguous(argument, entry, paths.count(entry)))
         if not any(trainable[i] for i in matches):
             raise ValueError(
-                f"{argument}: {entry!r} matches only {[paths[i] for i in matches][:20]}, whose dtype "
-                f"{leaves[matches[0]].dtype} cannot be trained"
+                f"{argument}: {entry!r} matches only {[paths[i] for i in matches][:20]}, whose "
+                f"dtype {leaves[matches[0]].dtype} cannot be trained"
             )
         for i in matches:
             chosen[i] = True

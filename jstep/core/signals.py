@@ -2,13 +2,14 @@
 
 | received | one process | several processes |
 |---|---|---|
-| SIGTERM | a handler records it; the run saves, exit code 143 | it also forwards it to JAX's service, which stops all |
-| SIGUSR1, SIGHUP | the same, 138 and 129; left alone if ignored or handled | forwarded to that service, too |
-| SIGINT | the same, KeyboardInterrupt; a second one leaves immediately | forwarded to that service, too |
+| SIGTERM | the run saves, exit code 143 | also forwarded to JAX's service, which stops all |
+| SIGUSR1, SIGHUP | the same, 138 and 129; left alone if ignored or handled | forwarded, too |
+| SIGINT | the same, KeyboardInterrupt; a second one leaves immediately | forwarded, too |
 | `stop_secs` | a timer acts like SIGTERM | all use the clock of process 0 |
 
-In the main thread, the first signal also interrupts the start of a run, the wait for a batch, and the tracing of a
-program. If it arrives where Python drops exceptions, such as in a finalizer, it takes effect at the end of that wait.
+In the main thread, the first signal also interrupts the start of a run, the wait for a batch, and
+the tracing of a program. If it arrives where Python drops exceptions, such as in a finalizer, it
+takes effect at the end of that wait.
 """
 
 import contextlib
@@ -34,10 +35,10 @@ _OPTIONAL_SIGNALS = signal.SIGUSR1, signal.SIGHUP
 
 
 class Preempted(SystemExit):
-    """Raised by `train` after SIGTERM, SIGUSR1, SIGHUP or `stop_secs`, when the step in flight is finished.
+    """Raised by `train` on SIGTERM, SIGUSR1, SIGHUP or `stop_secs`, after the step in flight.
 
-    A SystemExit with code 128 + signal: 143, 138, 129, and 143 after `stop_secs`. Its message says whether the state is
-    saved.
+    A SystemExit with code 128 + signal: 143, 138, 129, and 143 after `stop_secs`. Its message says
+    whether the state is saved.
 
     Attributes:
         state: The state after that step.
@@ -56,11 +57,11 @@ class Preempted(SystemExit):
 
 
 class StopWaiting(BaseException):
-    """Raised when the run stops while it waits for a batch or a program; never propagates out of `train`."""
+    """Raised if the run stops while it waits for a batch or a program; never leaves `train`."""
 
 
 MakeInterrupt = Callable[[], BaseException | None]
-"""Returns the exception that a signal raises wherever the main thread is; None if it is only recorded."""
+"""Returns the exception that a signal raises in the main thread; None if it is only recorded."""
 
 
 def _only_record() -> None:
@@ -68,7 +69,7 @@ def _only_record() -> None:
 
 
 class _Receiver(NamedTuple):
-    """A process that has received a signal. The first one to receive it is the smallest, as tuples compare."""
+    """A process that has received a signal; the first to do so is the smallest, as a tuple."""
 
     microseconds: int  # since 1970
     number: int
@@ -78,16 +79,20 @@ class _Receiver(NamedTuple):
 class StopSignals:
     """The signals that stop a run, and its time limit, from `begin` to `end`.
 
-    An ignored SIGINT or SIGHUP stays ignored. A process forked during the run gets the previous handlers.
+    An ignored SIGINT or SIGHUP stays ignored. A process forked during the run gets the previous
+    handlers.
 
     Args:
         seconds_left: Returns the seconds from now until `stop_secs` are over; None without a limit.
 
     Attributes:
-        make_interrupt: Returns what the first signal raises; the loop sets it for each wait that a signal may end.
-        received: The signal that stops the run: this process's own, from its arrival on, or the one agreed upon.
+        make_interrupt: Returns what the first signal raises; the loop sets it for each wait that a
+            signal may end.
+        received: The signal that stops the run: this process's own, from its arrival on, or the one
+            agreed upon.
         received_at: When this process received one, in seconds since 1970; None if it did not.
-        is_obeyed: Whether an error has ended the run since it came. If not, the run exits by it once it has closed.
+        is_obeyed: Whether an error has ended the run since it came. If not, the run exits by it
+            once it has closed.
     """
 
     def __init__(self, seconds_left: Callable[[], float] | None = None) -> None:
@@ -98,7 +103,7 @@ class StopSignals:
         self.received_at: float | None = None
         self.received_twice = False  # SIGINT, after any signal
         self.is_obeyed = False
-        # Not the error itself, whose traceback holds the frames of the run, and with them the last state.
+        # Not the error itself, whose traceback holds the frames of the run, and so the last state.
         self._raised_id: int | None = None
         self._handler_of_jax: Any = None
         self._cause = ""  # the signal, and the processes that received it, unless all did
@@ -109,20 +114,25 @@ class StopSignals:
         self._timer: threading.Timer | None = None  # the time limit of one process, from `begin` on
         self._limit: AgreedClock | None = None  # that of several
         self._polls = 0
-        # Held while the timer sends its signal: `end` waits for it, so that none arrives with the handlers of others.
+        # Held while the timer sends its signal: `end` waits for it, so that none arrives with the
+        # handlers of others.
         self._ending = threading.Lock()
         if seconds_left is not None and not self.is_single_process:
             self._limit = AgreedClock(seconds_left(), time.monotonic)
 
     def begin(self) -> None:
-        """Handle signals and start the time limit; `end` must follow, even if a signal interrupts this call."""
+        """Handle signals and start the time limit.
+
+        `end` must follow, even if a signal interrupts this call.
+        """
         self.make_interrupt = lambda: self.stop_error("before its first step")
         if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
             self._set_handlers()
         if self._seconds_left is not None and self.is_single_process:
-            # The seconds are asked for here, as the limit counts from when the run was made, and it may be entered long
-            # after that. threading rejects waits of more than TIMEOUT_MAX, 292 years.
-            self._timer = threading.Timer(min(self._seconds_left(), threading.TIMEOUT_MAX), self._expire)
+            # The seconds are asked for here, as the limit counts from when the run was made, and it
+            # may be entered long after that. threading rejects waits above TIMEOUT_MAX, 292 years.
+            seconds = min(self._seconds_left(), threading.TIMEOUT_MAX)
+            self._timer = threading.Timer(seconds, self._expire)
             self._timer.daemon = True
             self._timer.start()
 
@@ -136,12 +146,13 @@ class StopSignals:
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             handled.append(signal.SIGINT)
         for number in itertools.chain(handled, filter(_is_free, _OPTIONAL_SIGNALS)):
-            self._previous_handlers[number] = signal.getsignal(number)  # recorded before a signal can interrupt this
+            # Recorded before a signal can interrupt this.
+            self._previous_handlers[number] = signal.getsignal(number)
             signal.signal(number, self._handle)
         _active.append(self)
 
     def end(self) -> None:
-        """Set the previous handlers again; from another thread than the main one, at the next signal or run."""
+        """Restore the previous handlers; outside the main thread, at the next signal or run."""
         with self._ending:  # the timer has sent its signal, or never will
             if self._timer is not None:
                 self._timer.cancel()
@@ -151,14 +162,18 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             self.restore()
         elif self._previous_handlers:
-            # A generator that holds the run was closed, or collected, in another thread, where Python sets no handlers.
+            # A generator that holds the run was closed, or collected, in another thread, where
+            # Python sets no handlers.
             _ended_elsewhere.append(self)
 
     def restore(self) -> None:
         """Set the previous handlers again."""
         for number, handler in self._previous_handlers.items():
-            later = next((run for run in _active if run._previous_handlers.get(number) == self._handle), None)
-            if later is not None:  # a run that began later goes on, and restores the handler when it ends
+            later = next(
+                (run for run in _active if run._previous_handlers.get(number) == self._handle), None
+            )
+            if later is not None:
+                # A run that began later continues, and restores the handler when it ends.
                 later._previous_handlers[number] = handler
                 continue
             # None: the handler was not set from Python, so Python cannot restore it.
@@ -180,10 +195,14 @@ class StopSignals:
                 self.received = signal.SIGTERM
 
     def _send_to_itself(self, number: signal.Signals) -> bool:
-        """Send a signal to the main thread, where it ends a wait; return whether this run handles it."""
+        """Signal the main thread, which ends a wait there; return whether this run handles it."""
         main = threading.main_thread().ident
         # The run may be in another thread, or a hook may have set a handler.
-        if main is None or number not in self._previous_handlers or signal.getsignal(number) != self._handle:
+        if (
+            main is None
+            or number not in self._previous_handlers
+            or signal.getsignal(number) != self._handle
+        ):
             return False
         signal.pthread_kill(main, number)
         return True
@@ -208,14 +227,16 @@ class StopSignals:
             return
         # Several processes stop after the same call, so here nothing is interrupted.
         if not self.stop_all():
-            # Nobody can be told, so the process ends by a SIGTERM, which this run does not handle without the service.
-            # Otherwise the signal would be ignored.
+            # Nobody can be told, so the process ends by a SIGTERM, which this run does not handle
+            # without the service. Otherwise the signal would be ignored.
             processes.request_stop()
 
-    # Waits that a signal interrupts. `make_interrupt` decides what it raises when it arrives: an exit during the start,
-    # `StopWaiting` during the wait for a batch (`BatchFeeder.signal_exception`) and within `allow_interrupts`, nothing
-    # after `disable_interrupts`. A wait for another thread does not need that: `wait_for` polls `check`, which raises
-    # for a signal that was only recorded. `can_interrupt`, of a source or a chunk, says whether no batch is lost by it.
+    # Waits that a signal interrupts. `make_interrupt` decides what it raises when it arrives: an
+    # exit during the start, `StopWaiting` during the wait for a batch
+    # (`BatchFeeder.signal_exception`) and within `allow_interrupts`, nothing after
+    # `disable_interrupts`. A wait for another thread does not need that: `wait_for` polls `check`,
+    # which raises for a signal that was only recorded. `can_interrupt`, of a source or a chunk,
+    # says whether no batch is lost by it.
 
     def disable_interrupts(self) -> None:
         """From now on, the first signal raises nothing."""
@@ -223,7 +244,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def allow_interrupts(self) -> Iterator[None]:
-        """A context that the first signal leaves by `StopWaiting`, also one that has arrived before."""
+        """A context that the first signal, even an earlier one, leaves by `StopWaiting`."""
         outer = self.make_interrupt
         self.make_interrupt = StopWaiting
         try:
@@ -233,7 +254,7 @@ class StopSignals:
             self.make_interrupt = outer
 
     def check(self) -> None:
-        """Raise `StopWaiting` if a signal has arrived; never on one of several processes, which stop together."""
+        """Raise `StopWaiting` if a signal has arrived; several processes stop together instead."""
         if self.is_single_process and self.received is not None:
             raise StopWaiting
 
@@ -258,9 +279,9 @@ class StopSignals:
         return True
 
     def stop_all(self) -> bool:
-        """Ask JAX's service to stop all processes after the same call, as for a signal; return whether it can be asked.
+        """Ask JAX's service to stop all processes after the same call, as for a signal.
 
-        It looks for requests once a second.
+        Return whether it can be asked. It looks for requests once a second.
         """
         if self._handler_of_jax is None:
             return False
@@ -277,7 +298,7 @@ class StopSignals:
             processes.note_late_stop()
 
     def _agree_on_signal(self) -> None:
-        """Agree on one exit code, except on processes that received SIGINT, and on what the message names."""
+        """Agree on what the message names and on an exit code, which an own SIGINT overrides."""
         own_signal = 0
         if self.received is not None and self.received_at is not None:
             own_signal = int(self.received)
@@ -287,7 +308,8 @@ class StopSignals:
             if number:
                 receivers.append(_Receiver(microseconds, number, process))
         if self.received != signal.SIGINT:
-            agreed = max((receiver.number for receiver in receivers if receiver.number in _OPTIONAL_SIGNALS), default=0)
+            signals = [receiver.number for receiver in receivers]
+            agreed = max((number for number in signals if number in _OPTIONAL_SIGNALS), default=0)
             self.received = signal.Signals(agreed or signal.SIGTERM)
         if not receivers or len(receivers) == len(rows):
             return
@@ -318,7 +340,7 @@ class StopSignals:
         return error
 
     def has_raised(self, error: BaseException) -> bool:
-        """Whether this error, which is being handled, is the one that `stop_error` returned last."""
+        """Whether this error, being handled, is the one that `stop_error` returned last."""
         return id(error) == self._raised_id
 
 
@@ -328,7 +350,7 @@ def _is_free(number: signal.Signals) -> bool:
 
 
 def _action_outside_python(number: signal.Signals) -> Any:
-    """Return the action of a handler set in C (faulthandler, JAX), which Python does not see; or None."""
+    """Return the action of a handler set in C (faulthandler, JAX), unseen by Python; or None."""
     if signal.getsignal(number) not in (signal.SIG_DFL, None):
         return None
     action = ctypes.create_string_buffer(512)  # a `struct sigaction`, which begins with the handler
@@ -338,13 +360,13 @@ def _action_outside_python(number: signal.Signals) -> Any:
 
 # Processes that are forked during a run.
 #
-# With the run's handlers, a child would only record the signal that should end it. Its signals are blocked until it has
-# the previous handlers.
+# With the run's handlers, a child would only record the signal that should end it. Its signals are
+# blocked until it has the previous handlers.
 
 _active: list[StopSignals] = []
 """The runs whose handlers are set, the innermost last."""
 _ended_elsewhere: list[StopSignals] = []
-"""The runs that have ended in another thread than the main one, and whose handlers are still set."""
+"""The runs that ended in another thread than the main one, and whose handlers are still set."""
 _fork = threading.local()
 """`mask`: the mask of signals of the thread that forks, from before it."""
 
@@ -373,4 +395,6 @@ def _restore_in_child() -> None:
     _unblock_signals()
 
 
-os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_in_child)
+os.register_at_fork(
+    before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_in_child
+)

@@ -15,15 +15,15 @@ BEFORE, STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS = PHASES
 _VISITS = 64
 """The number of latest durations that are kept for each phase or key."""
 _SHORT = 1e-4
-"""A body of the user's loop that takes fewer seconds counts as a part of the step, which is cheaper. The first one is
-recorded as if it took this long: a body that hangs later is measured by it."""
+"""A body of the user's loop that takes fewer seconds counts as part of the step, which is cheaper.
+The first one is recorded as if it took this long: a body that hangs later is measured by it."""
 
 
 class Stopwatch:
-    """A stopwatch that assigns elapsed time to phases; one thread switches them, any thread reads the times.
+    """A stopwatch of the time in each phase; one thread switches them, any thread reads the times.
 
-    At each time exactly one phase is the current one. Its seconds since `_began` are not in `_totals` yet; those of all
-    phases before it are.
+    At each time exactly one phase is the current one. Its seconds since `_began` are not in
+    `_totals` yet; those of all phases before it are.
 
     Args:
         seconds_before: The seconds from the start of the process to training.
@@ -31,12 +31,16 @@ class Stopwatch:
 
     Attributes:
         waiting: The phase of waiting for a batch; `starting` until the first step has returned.
-        body_began: When the body of the user's loop began to run between two steps; its phase is `hooks`.
+        body_began: When the body of the user's loop began to run between two steps; its phase is
+            `hooks`.
         lasted: The seconds of the latest visits of each phase, and of what `record` names.
     """
 
     def __init__(
-        self, seconds_before: float = 0.0, clock: Callable[[], float] = time.perf_counter, began: float | None = None
+        self,
+        seconds_before: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+        began: float | None = None,
     ) -> None:
         self.clock = clock
         self.seconds_before = seconds_before
@@ -45,14 +49,16 @@ class Stopwatch:
         self.current = STARTING
         self.waiting = STARTING
         self.body_began: float | None = None
-        self.lasted: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_VISITS))
+        self.lasted: defaultdict[Hashable, deque[float]] = defaultdict(
+            lambda: deque(maxlen=_VISITS)
+        )
 
     def switch(self, phase: str) -> float:
         time_now = self.clock()
         ended = self.current
         seconds = time_now - self._began
-        # The phase and its beginning before the total: another thread that reads in between misses these seconds, and
-        # does not count them twice.
+        # The phase and its beginning before the total: another thread that reads in between misses
+        # these seconds, and does not count them twice.
         self.current = phase
         self._began = time_now
         self._totals[ended] += seconds
@@ -74,8 +80,9 @@ class Stopwatch:
         self._totals[self.current] -= seconds
         self._totals[phase] += seconds
 
-    # The body runs between two calls, tens of thousands of times a second if it is empty. Its phase is not switched,
-    # which takes longer than such a body does: its time is moved to `hooks` once it is known, if it is worth it.
+    # The body runs between two calls, tens of thousands of times a second if it is empty. Its phase
+    # is not switched, which takes longer than such a body does: its time is moved to `hooks` once
+    # it is known, if it is worth it.
 
     def begin_body(self) -> None:
         self.body_began = self.clock()
@@ -134,7 +141,8 @@ def seconds_before_training() -> float:
     _trained.add(os.getpid())
     try:
         with open("/proc/self/stat", "rb") as file:
-            # The name of the program, in parentheses, may contain blanks; the start of the process is the 22nd field.
+            # The name of the program, in parentheses, may contain blanks; the start of the process
+            # is the 22nd field.
             fields = file.read().rpartition(b")")[2].split()
         ticks = int(fields[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
@@ -143,7 +151,7 @@ def seconds_before_training() -> float:
 
 
 class Clocks(NamedTuple):
-    """The clocks of a run: monotonic, Unix time, and the seconds from the start of the process to training."""
+    """The clocks of a run: monotonic, Unix time, and seconds from process start to training."""
 
     seconds: Callable[[], float] = time.perf_counter
     wall: Callable[[], float] = time.time

@@ -16,7 +16,7 @@ def wrap_words(title: str, words: Sequence[str]) -> list[str]:
 
 
 def columns(rows: Sequence[Sequence[str]], left: int, max_width: int | None = None) -> list[str]:
-    """Return the lines of a table; one that is wider than `max_width` becomes a text for each row, with its heads.
+    """Return the lines of a table; if wider than `max_width`, a text for each row, with its heads.
 
     Args:
         rows: The rows, first the heads.
@@ -29,8 +29,12 @@ def columns(rows: Sequence[Sequence[str]], left: int, max_width: int | None = No
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
     for cells in rows:
-        padded = [cell.ljust(width) for cell, width in zip(cells[:left], widths[:left], strict=True)]
-        padded += [cell.rjust(width) for cell, width in zip(cells[left:], widths[left:], strict=True)]
+        padded = [
+            cell.ljust(width) for cell, width in zip(cells[:left], widths[:left], strict=True)
+        ]
+        padded += [
+            cell.rjust(width) for cell, width in zip(cells[left:], widths[left:], strict=True)
+        ]
         lines.append("  ".join(padded).rstrip())
     return lines
 
@@ -53,7 +57,9 @@ def breadth(rows: Sequence[Sequence[str]]) -> int:
 def fold(line: str, max_width: int, indent: int = 0) -> list[str]:
     if len(line) <= max_width:
         return [line]
-    return textwrap.wrap(line, max(max_width, indent + 1), subsequent_indent=" " * indent, break_on_hyphens=False)
+    return textwrap.wrap(
+        line, max(max_width, indent + 1), subsequent_indent=" " * indent, break_on_hyphens=False
+    )
 
 
 # Tables as HTML.
@@ -69,18 +75,27 @@ def html_text(text: object) -> str:
     return html.escape(printable(text))
 
 
-def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
+def html_table(
+    title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = (), notes: Sequence[str] = ()
+) -> str:
     parts = [f'<div style="margin: 0.4em 0"><div style="font-weight: 600">{html_text(title)}</div>']
-    parts.append('<table style="border-collapse: collapse; background: none; color: inherit; font-size: 0.92em">')
+    parts.append(
+        '<table style="border-collapse: collapse; background: none; color: inherit; '
+        'font-size: 0.92em">'
+    )
     if head:
         cells = "".join(
-            f'<th style="{_RIGHT if i else _LEFT}; {_RULE}">{html_text(name)}</th>' for i, name in enumerate(head)
+            f'<th style="{_RIGHT if i else _LEFT}; {_RULE}">{html_text(name)}</th>'
+            for i, name in enumerate(head)
         )
         parts.append(f"<tr>{cells}</tr>")
     for row in rows:
         parts.append(f'<tr style="background: none">{_html_cells(row)}</tr>')
     parts.append("</table>")
-    parts += [f'<div style="font-size: 0.92em; margin-top: 0.3em">{html_text(note)}</div>' for note in notes]
+    parts += [
+        f'<div style="font-size: 0.92em; margin-top: 0.3em">{html_text(note)}</div>'
+        for note in notes
+    ]
     return "".join([*parts, "</div>"])
 
 
@@ -115,7 +130,9 @@ class Tabular:
     def __str__(self) -> str:
         lines = [self._title(), *(f"  {line}" for line in columns(self._rows(), self._left))]
         for note in self._notes():
-            lines += textwrap.wrap(note, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
+            lines += textwrap.wrap(
+                note, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False
+            )
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

@@ -1,7 +1,8 @@
 """Threads that inherit the contexts of JAX, and the current activity of each thread.
 
-A jstep thread copies the context variables of the thread that starts it, and all JAX settings that have a context
-manager: they are thread-local. JAX has no public way to read `with mesh:` (use `jax.set_mesh(mesh)`).
+A jstep thread copies the context variables of the thread that starts it, and all JAX settings that
+have a context manager: they are thread-local. JAX has no public way to read `with mesh:` (use
+`jax.set_mesh(mesh)`).
 """
 
 import atexit
@@ -51,18 +52,22 @@ class Thread(threading.Thread):
 
 
 def join_thread(thread: threading.Thread, timeout: float = math.inf) -> None:
-    """Wait for a thread to end. Ctrl-C may interrupt it, which marks it as ended for Python 3.11's `join`."""
+    """Wait for a thread to end.
+
+    Ctrl-C may interrupt it, which marks the thread as ended for Python 3.11's `join`.
+    """
     deadline = time.monotonic() + timeout
     while thread in threading.enumerate() and thread is not threading.current_thread():
         left = deadline - time.monotonic()
         if left <= 0:
             return
         time.sleep(min(left, _JOIN_SECS))
-    thread.join()  # only the interpreter's cleanup is left; raises RuntimeError in the thread itself
+    # Only the interpreter's cleanup is left. This raises RuntimeError in the thread itself.
+    thread.join()
 
 
 class Task(Future[_R]):
-    """The future of a background task; a signal handler may interrupt the thread that waits for its end.
+    """The future of a background task; a signal handler may interrupt the thread that awaits it.
 
     A wait for a bare lock is safe; one for a `concurrent.futures.Future` is not.
     """
@@ -70,7 +75,7 @@ class Task(Future[_R]):
     def __init__(self) -> None:
         super().__init__()
         self._has_ended = False
-        # Held until the task has ended. Who waits acquires it, and releases it for others that wait.
+        # Held until the task has ended. Who waits acquires it, and releases it for others.
         self._running = threading.Lock()
         self._running.acquire()
 
@@ -87,7 +92,7 @@ class Task(Future[_R]):
 
 def wait_until_done(task: Task[Any], unless: Callable[[], object] | None = None) -> bool:
     """Wait for the end of a task; return False as soon as `unless` returns True."""
-    # A signal that arrives just before a wait without a timeout would be handled only after the wait.
+    # A signal just before a wait without a timeout would be handled only after the wait.
     while not task.wait(_POLL_SECS):
         if unless is not None and unless():
             return False
@@ -117,12 +122,17 @@ def _capture_contexts() -> Callable[[Callable[[], None]], None]:
 
 
 def run_in_background(
-    fn: Callable[[], _R], *, name: str, daemon: bool = False, exit_secs: float = 0.0, task: Task[_R] | None = None
+    fn: Callable[[], _R],
+    *,
+    name: str,
+    daemon: bool = False,
+    exit_secs: float = 0.0,
+    task: Task[_R] | None = None,
 ) -> Task[_R]:
     """Call a function in a thread, in a copy of the caller's contexts.
 
-    A thread that compiles must not be a `daemon`, which would abort the process at exit; the exit waits `exit_secs` for
-    one that may hang. If a signal may interrupt this call, pass the `task`.
+    A thread that compiles must not be a `daemon`, which would abort the process at exit; the exit
+    waits `exit_secs` for one that may hang. If a signal may interrupt this call, pass the `task`.
     """
     task = Task() if task is None else task
 
@@ -144,15 +154,18 @@ def run_in_background(
 
 
 def done_in_time(fn: Callable[[], Any], seconds: float, *, name: str) -> bool:
-    """Call a function in a thread; return whether it ended in time. It may wait for a lock of code that hangs."""
+    """Call a function in a thread; return whether it ended in time.
+
+    It may wait for a lock of code that hangs.
+    """
     return bool(wait([run_in_background(fn, name=name, daemon=True)], timeout=seconds).done)
 
 
 def map_in_tasks(fn: Callable[[_T], _R], items: Sequence[_T], sizes: Sequence[int]) -> list[_R]:
     """Return `fn` of each item, which reads so many bytes without the interpreter's lock.
 
-    The items are divided into few tasks of about equal bytes, of which this thread runs one: a task for each item would
-    cost more than the reading of a small one.
+    The items are divided into few tasks of about equal bytes, of which this thread runs one: a task
+    for each item would cost more than the reading of a small one.
     """
     count = min(_MAX_TASKS, os.cpu_count() or 1)
     total = sum(sizes)
@@ -184,7 +197,9 @@ def map_in_tasks(fn: Callable[[_T], _R], items: Sequence[_T], sizes: Sequence[in
 class SerialTasks:
     """Background tasks that run one after the other, each even if another failed."""
 
-    def __init__(self, name: str, failed: Callable[[Exception], None] | None = None, *, daemon: bool = False) -> None:
+    def __init__(
+        self, name: str, failed: Callable[[Exception], None] | None = None, *, daemon: bool = False
+    ) -> None:
         self._name = name
         self._failed = failed
         self._daemon = daemon

@@ -1,8 +1,8 @@
 """Tracebacks without jstep's inner frames, as JAX leaves out its own.
 
-Functions that users call have the decorator `shortens_tracebacks`: of each row of jstep's frames, only the first one,
-which the user called, and the last one, which called the user's function, remain. JAX's setting
-`jax_traceback_filtering` applies.
+Functions that users call have the decorator `shortens_tracebacks`: of each row of jstep's frames,
+only the first one, which the user called, and the last one, which called the user's function,
+remain. JAX's setting `jax_traceback_filtering` applies.
 """
 
 import concurrent.futures
@@ -33,9 +33,10 @@ _PASSED: tuple[str, ...] = (
 
 
 def shortens_tracebacks(fn: Callable[_P, _T], *, typed: str = "") -> Callable[_P, _T]:
-    """Decorator of public functions: errors show few frames of jstep, and explain calls of other libraries.
+    """Decorator of public functions: short tracebacks, and hints for calls of other libraries.
 
-    `typed` is what a user calls a function that has another name inside of jstep, such as `Optimizer.update`.
+    `typed` is what a user calls a function that has another name inside of jstep, such as
+    `Optimizer.update`.
     """
 
     @functools.wraps(fn)
@@ -47,8 +48,10 @@ def shortens_tracebacks(fn: Callable[_P, _T], *, typed: str = "") -> Callable[_P
             if renamed is None:
                 if isinstance(error, TypeError):
                     hint = explain_call(fn, args, kwargs, error, typed)
-                    if hint and hint not in str(error):  # a decorated function that passes its arguments to another one
-                        # Not Python 3.13's own suggestion, which is less strict: `log_steps` for `max_steps`.
+                    # It is there already if a decorated function has called another one.
+                    if hint and hint not in str(error):
+                        # Not Python 3.13's own suggestion, which is less strict: `log_steps` for
+                        # `max_steps`.
                         message = str(error).split(". Did you mean ")[0]
                         raise TypeError(f"{message}{hint}") from None
                 original = original_error(error)
@@ -59,7 +62,8 @@ def shortens_tracebacks(fn: Callable[_P, _T], *, typed: str = "") -> Callable[_P
                         raise original from None
                     raise  # without another frame
                 finally:
-                    del original  # breaks the reference cycle with this frame, which its traceback holds
+                    # This breaks the reference cycle with this frame, which its traceback holds.
+                    del original
         # Not in the block above: an error of this call does not follow from the old name.
         return call(*args, **renamed)
 
@@ -73,7 +77,7 @@ def explains_arguments(cls: type[_T]) -> type[_T]:
 
 
 def original_error(error: BaseException) -> BaseException:
-    """Return a user's error in place of the refusal of its class to take the traceback that contextlib sets."""
+    """Return the user's error in place of its class's refusal of contextlib's traceback."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-2:]
     if error.__context__ is None or not frames:
         return error

@@ -19,7 +19,7 @@ from jstep.core.checks import describe_type, format_value
 from jstep.core.public_names import explains_attributes
 from jstep.core.recorded_calls import RecordedCall, as_typed
 
-# Core types: optimizers, schedules, type variables, and aliases of parameters, updates, slots and steps.
+# Core types: optimizers, schedules, type variables; aliases of params, updates, slots and steps.
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -82,22 +82,27 @@ class GradientNoise(NamedTuple):
 class Context(NamedTuple):
     """Additional inputs of an optimizer's update, such as the loss; unknown fields are None.
 
-    `minimize` creates it for optimizers with `takes_context=True`; `apply_gradients(..., context=...)` accepts it.
-    Below a label of `partition`, `value_and_grad` accepts the parameters of that label.
+    `minimize` creates it for optimizers with `takes_context=True`; `apply_gradients(...,
+    context=...)` accepts it. Below a label of `partition`, `value_and_grad` accepts the parameters
+    of that label.
 
     Attributes:
         loss: The loss of this step, a scalar; not multiplied by a loss scale.
-        value_and_grad: `value_and_grad(params) -> (loss, gradients)`, the same loss on the same batch with the same
-            PRNG key, at other parameters.
-        key: A PRNG key that depends only on the step, and differs from the key of the loss; None without `rng`.
-        noise: The gradient noise of this step, for `with_noise_scale`; only with `metrics=("noise_scale",)`.
+        value_and_grad: `value_and_grad(params) -> (loss, gradients)`, the same loss on the same
+            batch with the same PRNG key, at other parameters.
+        key: A PRNG key that depends only on the step, and differs from the key of the loss; None
+            without `rng`.
+        noise: The gradient noise of this step, for `with_noise_scale`; only with
+            `metrics=("noise_scale",)`.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep
         >>> def update(updates, slots, params, step, context):
         ...     squares = sum(jnp.sum(g * g) for g in jax.tree.leaves(updates))
         ...     return jax.tree.map(lambda g: -context.loss / squares * g, updates), {}
-        >>> polyak = jstep.Optimizer(lambda params, global_step=0: {}, update, lambda step: {}, takes_context=True)
+        >>> polyak = jstep.Optimizer(
+        ...     lambda params, global_step=0: {}, update, lambda step: {}, takes_context=True
+        ... )
         >>> state = jstep.TrainState.create({"w": 4.0}, polyak)
         >>> state, _ = jstep.minimize(lambda params: params["w"] ** 2, polyak)(state)
         >>> print(state.params["w"])
@@ -125,30 +130,33 @@ class Optimizer(NamedTuple):
 
     Arguments of `update`:
 
-    - updates: the gradients, or the updates of the previous element of a chain, a tree like params. A leaf is an array
-      of any floating dtype, an `IndexedSlices` (rows of a table), or None: keep the parameter and its slots.
+    - updates: the gradients, or the updates of the previous element of a chain, a tree like params.
+      A leaf is an array of any floating dtype, an `IndexedSlices` (rows of a table), or None: keep
+      the parameter and its slots.
     - slots: the slots by name, perhaps also those of other optimizers.
-    - params: may include None and integer leaves, which have no gradient, and float16 and bfloat16 leaves, whose slots
-      and arithmetic should be in float32.
+    - params: may include None and integer leaves, which have no gradient, and float16 and bfloat16
+      leaves, whose slots and arithmetic should be in float32.
     - step: the number of training steps completed, an integer scalar, traced or not.
 
     Results of `update`:
 
-    - updates: a tree like params, with None for no update. They are *added* to the parameters in float32 or wider; the
-      optimizer applies the sign.
-    - slots: only its own slots, with the same names, structure, shapes and dtypes. A slot is a tree like params (None
-      for a leaf without a slot) or a scalar. Arrays created by `init` must be distinct buffers.
+    - updates: a tree like params, with None for no update. They are *added* to the parameters in
+      float32 or wider; the optimizer applies the sign.
+    - slots: only its own slots, with the same names, structure, shapes and dtypes. A slot is a tree
+      like params (None for a leaf without a slot) or a scalar. Arrays created by `init` must be
+      distinct buffers.
 
     Attributes:
-        init: `init(params, global_step=0) -> slots`. A scalar slot that holds the global_step at which the slots were
-            created is declared by `init.ages = ("start_step",)`: their age, step + 1 − slot, then counts applied
-            updates only. A copy of the parameters, which a partial restore copies anew, is detected, or declared by
-            `init.copies = ("slow",)`. An average of the parameters, for `averaged_params` and `use_averages`, is
-            declared by `init.averages = ("target",)`.
-        update: `update(updates, slots, params, step) -> (updates, slots)`; with `takes_context`, a `Context` is its
-            fifth argument.
-        hyperparameters: `hyperparameters(step) -> {name: scalar}`, the values at a step; plain numbers are constants.
-            The name `learning_rate` indicates that the updates are final.
+        init: `init(params, global_step=0) -> slots`. A scalar slot that holds the global_step at
+            which the slots were created is declared by `init.ages = ("start_step",)`: their age,
+            step + 1 − slot, then counts applied updates only. A copy of the parameters, which a
+            partial restore copies anew, is detected, or declared by `init.copies = ("slow",)`. An
+            average of the parameters, for `averaged_params` and `use_averages`, is declared by
+            `init.averages = ("target",)`.
+        update: `update(updates, slots, params, step) -> (updates, slots)`; with `takes_context`, a
+            `Context` is its fifth argument.
+        hyperparameters: `hyperparameters(step) -> {name: scalar}`, the values at a step; plain
+            numbers are constants. The name `learning_rate` indicates that the updates are final.
         takes_context: Whether `update` accepts a `Context`.
 
     An optimizer is pickled as the call that made it, as are schedules, steps and evaluators.
@@ -184,7 +192,8 @@ class Optimizer(NamedTuple):
         # After `_replace` the call would make another optimizer than this one.
         if call.made is None or any(map(operator.is_not, self, call.made)):
             raise TypeError(
-                f"{call!r}: cannot be pickled, as its functions were replaced; pass what it is made of instead"
+                f"{call!r}: cannot be pickled, as its functions were replaced; pass what it is "
+                "made of instead"
             )
         return call.__reduce__()
 
@@ -200,12 +209,12 @@ class Transformation(Protocol):
 
 
 OptimizerLike: TypeAlias = Optimizer | Transformation
-"""The type of optimizer arguments; an Optax transformation stands for `from_optax(transformation)`."""
+"""The type of optimizer arguments; an Optax transformation stands for `from_optax` of it."""
 
 
 # Tree utilities: paths, leaves, and errors that name leaves.
 #
-# The path of a leaf is its keys joined by `/`, the same in predicates, slots, checkpoints and summaries.
+# The path of a leaf is its keys joined by `/`, in predicates, slots, checkpoints and summaries.
 
 
 def path_str(keys: Sequence[Any]) -> str:
@@ -228,8 +237,13 @@ def leaf_at(path: str) -> str:
     return f"the leaf at {path!r}" if path else "the array"
 
 
-def leaves_with_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
-    return [(path_str(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
+def leaves_with_paths(
+    tree: Tree, is_leaf: Callable[[Any], bool] | None = None
+) -> list[tuple[str, Any]]:
+    return [
+        (path_str(keys), leaf)
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    ]
 
 
 def ids(paths: Iterable[str]) -> list[tuple[str, int]]:
@@ -274,7 +288,9 @@ def is_floating(dtype: DTypeLike) -> bool:
 
 def is_array(x: object) -> bool:
     """Whether x is an array, traced or not, or a NumPy scalar, and not masked."""
-    return isinstance(x, jax.Array | np.ndarray | np.generic) and not isinstance(x, np.ma.MaskedArray)
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+        return False
+    return not isinstance(x, np.ma.MaskedArray)
 
 
 def is_python_number(x: object) -> bool:
@@ -284,7 +300,9 @@ def is_python_number(x: object) -> bool:
 
 def is_weak(x: object) -> bool:
     """Whether x has the weak type of a Python number; keys have no such attribute."""
-    return is_python_number(x) or (isinstance(x, jax.Array) and bool(getattr(x, "weak_type", False)))
+    if is_python_number(x):
+        return True
+    return isinstance(x, jax.Array) and bool(getattr(x, "weak_type", False))
 
 
 def is_array_or_number(x: object) -> bool:
@@ -294,7 +312,8 @@ def is_array_or_number(x: object) -> bool:
 
 
 def not_an_array(leaf: object, path: str, what: str, remedy: str = "") -> TypeError:
-    # `describe_type` describes anything with a shape and a dtype as an array, also tensors of other libraries.
+    # `describe_type` describes anything with a shape and a dtype as an array, also tensors of other
+    # libraries.
     if isinstance(leaf, np.ma.MaskedArray):
         return TypeError(f"{what}: {leaf_at(path)} is {describe_type(leaf)}")
     whose = f"of type {type(leaf).__name__}" if hasattr(leaf, "dtype") else describe_type(leaf)
@@ -313,7 +332,9 @@ def keep_arrays(argument: str) -> str:
 
 
 def is_key(x: object) -> bool:
-    return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        return False
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
 def key_data(leaf: Any) -> Any:
@@ -334,7 +355,8 @@ def has_tracers(tree: Tree) -> bool:
 
 
 def find_donated(tree: Tree) -> str | None:
-    for i, leaf in enumerate(jax.tree.leaves(tree)):  # paths are slower: a step on a mesh calls this every time
+    # Without paths, which are slower: a step on a mesh calls this every time.
+    for i, leaf in enumerate(jax.tree.leaves(tree)):
         if hasattr(leaf, "is_deleted") and not isinstance(leaf, Tracer) and leaf.is_deleted():
             return leaf_paths(tree)[i]
     return None
@@ -345,23 +367,23 @@ def is_donated(tree: Tree) -> bool:
 
 
 def is_ready(array: Any) -> bool:
-    """Whether an array has been computed. A deleted one is ready, as reading it raises JAX's error at once."""
+    """Whether an array is computed, or deleted: reading it raises JAX's error immediately."""
     # Asked first: JAX crashes if a deleted array is asked whether it is ready.
     ready: bool = array.is_deleted() or array.is_ready()
     return ready
 
 
 def poll_ready(array: Any) -> bool | None:
-    """Whether an array has been computed, asked from a thread beside the one that may delete or donate it.
+    """Whether an array is computed, asked beside the thread that may delete or donate it.
 
     None if it is deleted, or split over devices.
     """
     if not array.is_fully_replicated:
         return None
     try:
-        # Not `is_deleted` and then `is_ready`: the array may be deleted between the two, and then JAX crashes. This
-        # either raises, or returns another array of the same memory, which nobody else deletes: if the memory is
-        # freed, its `is_ready` raises.
+        # Not `is_deleted` and then `is_ready`: the array may be deleted between the two, and then
+        # JAX crashes. This either raises, or returns another array of the same memory, which nobody
+        # else deletes: if the memory is freed, its `is_ready` raises.
         ready: bool = array.addressable_data(0).is_ready()
     except RuntimeError:
         return None
@@ -381,7 +403,9 @@ def copy_numpy(tree: Tree, argument: str) -> Any:
 
 
 def all_native(tree: Tree, argument: str) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda keys, leaf: native(leaf, path_str(keys), argument), tree)
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, leaf: native(leaf, path_str(keys), argument), tree
+    )
 
 
 def native(leaf: object, path: str, argument: str) -> Any:
@@ -423,7 +447,9 @@ def widen(x: Any) -> Any:
     return x.astype(compute_dtype(x.dtype))
 
 
-def replace_leaves(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
+def replace_leaves(
+    leaves: Sequence[Any], indices: Sequence[int], values: Sequence[Any]
+) -> list[Any]:
     changed = list(leaves)
     for index, value in zip(indices, values, strict=True):
         changed[index] = value
@@ -493,7 +519,9 @@ def _is_leaf(x: object) -> bool:
     return is_array(x) or jax.tree_util.all_leaves([x])
 
 
-def flatten_like(params: Tree, tree: Tree, what: str, *, is_leaf: Any = None, may_leave_out: bool = True) -> list[Any]:
+def flatten_like(
+    params: Tree, tree: Tree, what: str, *, is_leaf: Any = None, may_leave_out: bool = True
+) -> list[Any]:
     """Return the subtrees of `tree` at the leaves of `params`: arrays, `is_leaf` nodes or None."""
     treedef = structure(params)
     omission = ", with None for a leaf to leave out" if may_leave_out else ""
@@ -507,9 +535,8 @@ def flatten_like(params: Tree, tree: Tree, what: str, *, is_leaf: Any = None, ma
             continue
         if not (_is_leaf(sub) or (is_leaf and is_leaf(sub))):
             raise ValueError(
-                f"{what}: at {quote_path(leaf_paths(params)[i])}: must be an array, as in params, got a "
-                f"{type(sub).__name__} "
-                f"with {len(jax.tree.leaves(sub))} leaves. {remedy}"
+                f"{what}: at {quote_path(leaf_paths(params)[i])}: must be an array, as in params, "
+                f"got a {type(sub).__name__} with {len(jax.tree.leaves(sub))} leaves. {remedy}"
             )
     return subtrees
 
@@ -530,24 +557,32 @@ def _mismatch(params: Tree, tree: Tree, what: str, is_leaf: Any) -> str:
     if extra:
         problems.append(f"extra: {', '.join(map(repr, extra[:20]))}")
     if not problems:
-        problems.append(f"same paths, other containers: {structure(tree)} instead of {structure(params)}")
+        problems.append(
+            f"same paths, other containers: {structure(tree)} instead of {structure(params)}"
+        )
     return f"{what} does not have the structure of params; {'; '.join(problems)}"
 
 
 # Rows: stacking trees on a new leading axis, sizes of leading axes, and unstacking.
 
 
-def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "element {}".format) -> Any:
-    """Stack trees leaf by leaf on a new leading axis: JAX arrays on their device, others by NumPy."""
+def stack_trees(
+    trees: Sequence[Any], what: str, name: Callable[[int], str] = "element {}".format
+) -> Any:
+    """Stack trees by leaf on a new leading axis: JAX arrays on their device, others by NumPy."""
     flat = list(map(flatten, trees))
     treedef = flat[0][1]
     for i, (_, other) in enumerate(flat):
         if other != treedef:
-            raise ValueError(f"{what}: {name(i)} must have the structure {treedef} of {name(0)}, got {other}")
+            raise ValueError(
+                f"{what}: {name(i)} must have the structure {treedef} of {name(0)}, got {other}"
+            )
 
     def stacked(leaves: Sequence[Any], path: str) -> Any:
         is_on_device = all(isinstance(leaf, jax.Array) for leaf in leaves)
-        arrays = leaves if is_on_device else [np.asarray(native(leaf, path, what)) for leaf in leaves]
+        arrays = (
+            leaves if is_on_device else [np.asarray(native(leaf, path, what)) for leaf in leaves]
+        )
         _check_same(arrays, path, what, name)
         if is_on_device:
             return jnp.stack(arrays)  # without blocking on the device
@@ -562,7 +597,9 @@ def unstack_trees(tree: Tree, what: str) -> list[Any]:
     sizes = {np.shape(leaf)[:1] for _, leaf in named}
     if len(sizes) != 1 or () in sizes:
         got = format_value(jax.tree.map(np.shape, tree))
-        raise ValueError(f"{what}: must have arrays whose first axis is the number of elements, got shapes {got}")
+        raise ValueError(
+            f"{what}: must have arrays whose first axis is the number of elements, got shapes {got}"
+        )
     columns = []
     for path, leaf in named:
         array = leaf if isinstance(leaf, jax.Array) else np.asarray(native(leaf, path, what))
@@ -602,7 +639,10 @@ def _check_same(arrays: Sequence[Any], path: str, what: str, name: Callable[[int
     first = type_of(arrays[0])
     for i, array in enumerate(arrays):
         if type_of(array) != first:
-            pair = f"{describe_type(arrays[0])} in {name(0)} and {describe_type(array)} in {name(i)}"
+            pair = (
+                f"{describe_type(arrays[0])} in {name(0)} and {describe_type(array)} in {name(i)}"
+            )
             raise ValueError(
-                f"{what}: {leaf_at(path)} must be alike to be stacked, got {pair}; pad, crop or cast before"
+                f"{what}: {leaf_at(path)} must be alike to be stacked, got {pair}; pad, crop or "
+                "cast before"
             )

@@ -1,4 +1,4 @@
-"""Placement of host data on devices by a sharding, on one or several processes; copies and hashes of batches."""
+"""Placement of host data by a sharding, on one or more processes; copies and hashes of batches."""
 
 import hashlib
 import inspect
@@ -23,13 +23,14 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
     """Assemble a global batch, sharded over a mesh axis, from the local rows of each process.
 
     Args:
-        local_batch: A tree of arrays with the same number of rows, on all processes; with one process, the whole batch.
+        local_batch: A tree of arrays with the same number of rows, on all processes; with one
+            process, the whole batch.
         mesh: A `jax.sharding.Mesh`.
         axis: The mesh axis (or a tuple of axes) over which rows are split.
 
     Returns:
-        A tree of global arrays of shape (rows of all processes, …). For shapes, and on a mesh from `jstep.topology`, a
-        tree of shapes with shardings.
+        A tree of global arrays of shape (rows of all processes, …). For shapes, and on a mesh from
+        `jstep.topology`, a tree of shapes with shardings.
 
     Raises:
         ValueError: The mesh has no such axis, or the rows do not divide over it (names the leaf).
@@ -37,7 +38,8 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
 
     Example:
         >>> import jax, jstep, numpy as np
-        >>> tuple(jstep.shard_batch({"x": np.ones((8, 2))}, jax.make_mesh((1,), ("data",)))["x"].sharding.spec)
+        >>> batch = jstep.shard_batch({"x": np.ones((8, 2))}, jax.make_mesh((1,), ("data",)))
+        >>> tuple(batch["x"].sharding.spec)
         ('data',)
     """
     mesh = meshes.as_mesh(mesh)
@@ -53,7 +55,9 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
     def leaf(keys: Any, rows: Tree) -> Any:
         named = trees.leaf_at(trees.path_str(keys))
         if np.ndim(rows) == 0:
-            raise ValueError(f"local_batch: {named} is a scalar and has no rows; close over it in the loss")
+            raise ValueError(
+                f"local_batch: {named} is a scalar and has no rows; close over it in the loss"
+            )
         if isinstance(rows, jax.Array) and not rows.is_fully_addressable:
             return jax.device_put(rows, sharding)
         count = np.shape(rows)[0]
@@ -62,14 +66,17 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
         local_parts = max(1, parts // processes)
         if count % local_parts:
             raise ValueError(
-                f"local_batch: {named} has {count} rows: must be a multiple of {local_parts}, the parts of {axis!r} "
-                "here"
+                f"local_batch: {named} has {count} rows: must be a multiple of {local_parts}, the "
+                f"parts of {axis!r} here"
             )
         if compiles_only(mesh) or is_shape(rows):
             dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(rows))
-            return jax.ShapeDtypeStruct((count * processes, *np.shape(rows)[1:]), dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct(
+                (count * processes, *np.shape(rows)[1:]), dtype, sharding=sharding
+            )
         if isinstance(rows, np.ndarray):
-            rows = _copy(rows)  # a loader may reuse its buffer, whose memory an array on a CPU would share
+            # A loader may reuse its buffer, whose memory an array on a CPU would share
+            rows = _copy(rows)
         return place_rows(rows, sharding)
 
     return jax.tree_util.tree_map_with_path(leaf, local_batch)
@@ -94,12 +101,16 @@ def place_rows(rows: Tree, sharding: object) -> jax.Array:
     is_global = isinstance(rows, jax.Array) and not rows.is_fully_addressable
     if is_global or getattr(sharding, "is_fully_addressable", True):
         return jax.device_put(rows, sharding)
-    # Also for an array on a device of this process: device_put would assume the same whole array on all processes.
+    # Also for an array on a device of this process: device_put would assume the same whole array on
+    # all processes.
     return jax.make_array_from_process_local_data(sharding, np.asarray(rows))
 
 
 def as_shardings(sharding: object, *, stacked: bool = False) -> Any:
-    """Convert shardings, or specs on the current mesh, to shardings; `stacked` batches have a leading step axis."""
+    """Convert shardings, or specs on the current mesh, to shardings.
+
+    `stacked` batches have a leading step axis.
+    """
 
     def leaf(part: object) -> Any:
         if isinstance(part, NamedSharding):
@@ -125,7 +136,7 @@ def is_axes(value: Any) -> bool:
 
 
 def shardings_of_axes(sharding: object, state: Tree) -> Any:
-    """Replace names of mesh axes, and tuples of names, in a tree by shardings over the state's mesh."""
+    """Replace a tree's names of mesh axes, and tuples of them, by shardings on the state's mesh."""
 
     def leaf(axes: object) -> Any:
         if not is_axes(axes):
@@ -134,23 +145,26 @@ def shardings_of_axes(sharding: object, state: Tree) -> Any:
         what = f"batch_sharding={axes!r}"
         if mesh is None:
             raise ValueError(
-                f"{what}: the state must be on a mesh with this axis; put it on one by jstep.shard_state(state, mesh)"
+                f"{what}: the state must be on a mesh with this axis; put it on one by "
+                "jstep.shard_state(state, mesh)"
             )
         meshes.axis_size(mesh, axes, what)
         return NamedSharding(mesh, PartitionSpec(axes))
 
-    return jax.tree.map(leaf, sharding, is_leaf=lambda x: isinstance(x, PartitionSpec) or is_axes(x))
+    return jax.tree.map(
+        leaf, sharding, is_leaf=lambda x: isinstance(x, PartitionSpec) or is_axes(x)
+    )
 
 
 def fitting(sharding: object, shape: tuple[int, ...]) -> Any:
-    """Drop from a sharding the axes that do not divide an array of this shape, which is replicated over them."""
+    """Drop axes that do not divide this shape from a sharding; the array is replicated there."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, meshes.fitting_spec(sharding.mesh, sharding.spec, shape))
 
 
 def mesh_without_batch(state: Tree, args: Any) -> Mesh | None:
-    """Return the mesh of a state if it has several devices, and the batch has rows but no array on a mesh."""
+    """Return a state's mesh of several devices if the batch has rows but no array on a mesh."""
     mesh = meshes.mesh_of(state)
     if mesh is None or mesh.size == 1 or meshes.mesh_of(args) is not None:
         return None
@@ -162,7 +176,7 @@ def mesh_without_batch(state: Tree, args: Any) -> Mesh | None:
 
 
 def make_placer(sharding: object, argument: str = "sharding") -> Callable[[Any], Any]:
-    """Return a function that places an item from `copy_batch`; `sharding=None` means the default device."""
+    """Return a function to place items of `copy_batch`; `sharding=None` is the default device."""
     if sharding is None:
         return _place_on_default_device
 
@@ -172,12 +186,14 @@ def make_placer(sharding: object, argument: str = "sharding") -> Callable[[Any],
         what = f"{argument}: {leaf!r} at {trees.quote_path(trees.path_str(keys))}"
         if not isinstance(leaf, PartitionSpec):
             raise TypeError(
-                f"{what} must be a jax.sharding.Sharding, such as NamedSharding(mesh, PartitionSpec('data'))"
+                f"{what} must be a jax.sharding.Sharding, such as "
+                "NamedSharding(mesh, PartitionSpec('data'))"
             )
         mesh = jax.sharding.get_mesh()
         if mesh.empty:
             raise ValueError(
-                f"{what} needs a mesh: give NamedSharding(mesh, {leaf!r}), or set the mesh with jax.set_mesh(mesh)"
+                f"{what} needs a mesh: give NamedSharding(mesh, {leaf!r}), or set the mesh with "
+                "jax.set_mesh(mesh)"
             )
         return NamedSharding(mesh, leaf)
 
@@ -185,7 +201,9 @@ def make_placer(sharding: object, argument: str = "sharding") -> Callable[[Any],
         as_sharding, sharding, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
     )
     check_not_compile_only(sharding, argument)
-    is_local = all(getattr(part, "is_fully_addressable", True) for part in jax.tree.leaves(sharding))
+    is_local = all(
+        getattr(part, "is_fully_addressable", True) for part in jax.tree.leaves(sharding)
+    )
 
     def place(item: object) -> Any:
         with meshes.internal_transfers():
@@ -220,7 +238,8 @@ def copy_leaves(item: object, *, fresh: bool) -> tuple[list[Any], Any]:
         item = device_values.prepare_for_device(item, "batch")
         leaves, treedef = trees.flatten(item)
     if not fresh:
-        leaves = list(map(_copy, leaves))  # a call less than a comprehension on Python 3.11: this runs for each batch
+        # A call less than a comprehension on Python 3.11: this runs for each batch
+        leaves = list(map(_copy, leaves))
     return leaves, treedef
 
 
@@ -235,7 +254,8 @@ def _as_known(keys: Any, leaf: Any) -> Any:
     where = f"the leaf at {trees.path_str(keys)!r}" if keys else "it"
     what = describe_type(leaf) if array is None else f"{describe_type(leaf)} ({array.dtype})"
     raise TypeError(
-        f"batch: {where} must be a number or an array of numbers, got {format_value(leaf, 60)}, {what}; {_remedy(leaf)}"
+        f"batch: {where} must be a number or an array of numbers, got {format_value(leaf, 60)}, "
+        f"{what}; {_remedy(leaf)}"
     )
 
 
@@ -257,11 +277,11 @@ _CONVERSIONS: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     ("__dlpack__", _copy_dlpack),  # what NumPy has not: bfloat16, other devices
     ("__array__", np.asanyarray),
 )
-"""Conversions of an array of another library, each with the method that it needs, in the order of trial."""
+"""Conversions of other libraries' arrays, each with the method that it needs, in order of trial."""
 
 
 def _convert_array(leaf: Any) -> Any:
-    """Convert an array of another library to NumPy, without a copy if possible, or to JAX; return None for others."""
+    """Convert another library's array to NumPy, uncopied if possible, or to JAX; else None."""
     for method, convert in _CONVERSIONS:
         try:
             array = convert(leaf) if hasattr(leaf, method) else None
@@ -279,7 +299,7 @@ _ALIGNMENT = 64
 
 
 def _copy(array: Any) -> Any:
-    """Copy a NumPy array; align a large one, so that a program on a CPU can use it without another copy.
+    """Copy a NumPy array; align a large one, so that a program on a CPU needs no other copy.
 
     Anything else is returned as it is.
     """
@@ -329,7 +349,7 @@ def hash_batch(batch: Tree, *, is_stacked: bool = False) -> BatchHash:
 
 
 def _own_parts(leaf: Any) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Yield the parts of an array on this process, each with its index in the array; "" for the whole array."""
+    """Yield the parts of an array on this process and their indices; "" for the whole array."""
     leaf = trees.key_data(leaf)
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         yield "", np.asarray(leaf)

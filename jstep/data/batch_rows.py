@@ -1,4 +1,4 @@
-"""The rows of each batch as pure functions of the step: how many, from which sources, and the share of each process."""
+"""The rows of a batch as pure functions of the step: number, sources, and share of a process."""
 
 import bisect
 from collections.abc import Iterable, Iterator
@@ -8,11 +8,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jstep.data.permutation import Lookahead, RowNumbers, domain, draw_keys, permute, position_in_epoch
+from jstep.data.permutation import (
+    Lookahead,
+    RowNumbers,
+    domain,
+    draw_keys,
+    permute,
+    position_in_epoch,
+)
 from jstep.data.proportions import CountChanges, CountStage, RowOrder, Weights
 from jstep.data.steps import Staircase, clamp_range, range_length
 
-# The number of rows of each batch, in closed form over runs of steps, and the share of each process.
+# The number of rows of each batch, in closed form over runs of steps, and each process's share.
 
 
 class StepRange(NamedTuple):
@@ -89,7 +96,8 @@ class Sizes(NamedTuple):
         for inner, run in self.split(steps):
             if run.last == run.size:
                 total += range_length(inner) * run.size
-            else:  # the last batch of an epoch is smaller: steps with a stride must be counted one by one
+            else:
+                # The last batch of an epoch is smaller: count steps with a stride one by one.
                 total += sum(map(run.size_at, inner))
         return total
 
@@ -103,7 +111,7 @@ class Sizes(NamedTuple):
 
 
 class Share:
-    """The rows of a batch that this process has: those of the processes are consecutive parts of it."""
+    """The rows of a batch that this process has: the processes have consecutive parts of it."""
 
     def __init__(self, sizes: Staircase[int], process: tuple[int, int] | None) -> None:
         if process:
@@ -114,7 +122,8 @@ class Share:
     def bounds(self, size: int) -> tuple[int, int]:
         """Return the start and stop of this process's rows in a batch of `size`."""
         if self._process is None:
-            # Deferred, because this initializes JAX's backends, and jax.distributed must be initialized before.
+            # Deferred, because this initializes JAX's backends, and jax.distributed must be
+            # initialized before.
             _check_divides(self.sizes, jax.process_count())
             self._process = (jax.process_index(), jax.process_count())
         index, count = self._process
@@ -126,21 +135,24 @@ def _check_divides(sizes: Staircase[int], count: int) -> None:
         if stage.value % count:
             name = "batch_size" if len(sizes.values) == 1 else f"batch_size[{stage.first}]"
             raise ValueError(
-                f"{name}={stage.value}: must be a multiple of {count}, the number of processes that share a batch"
+                f"{name}={stage.value}: must be a multiple of {count}, the number of processes "
+                "that share a batch"
             )
 
 
 # The rows of each batch.
 
-# What a seed is drawn for: the permutations of a source, and the order of a batch. Another number is another order, in
-# which no earlier run could resume.
+# What a seed is drawn for: the permutations of a source, and the order of a batch. Another number
+# is another order, in which no earlier run could resume.
 ROWS = 1
 _ORDER = 2
 
 
 def derive_seed(seed: int, purpose: int, name: str = "") -> int:
     """Return a seed for a purpose and a name, independent of other names."""
-    sequence = np.random.SeedSequence(seed, spawn_key=(purpose, *name.encode("utf-8", "surrogatepass")))
+    sequence = np.random.SeedSequence(
+        seed, spawn_key=(purpose, *name.encode("utf-8", "surrogatepass"))
+    )
     return sum(int(word) << (32 * i) for i, word in enumerate(sequence.generate_state(4)))
 
 
@@ -163,7 +175,8 @@ class RowPlan(NamedTuple):
 
     Attributes:
         streams: The number of rows and the seed of each source.
-        counts: The number of rows from each source among the first T rows; None if there is one source.
+        counts: The number of rows from each source among the first T rows; None if there is one
+            source.
         drop_remainder: None in a mixture, whose batches continue with the next epoch.
     """
 
@@ -199,7 +212,10 @@ class RowPlan(NamedTuple):
 
 
 def steps_with(plan: RowPlan, source: int, row: int, steps: range) -> Iterator[int]:
-    """Yield the steps, of consecutive ones, whose batches have a row of a source: one evaluation for each epoch."""
+    """Yield those of consecutive steps whose batches have a row of a source.
+
+    It takes one evaluation for each epoch.
+    """
     if plan.counts is None:
         yield from _steps_of_single_source(plan, row, steps)
         return
@@ -207,7 +223,8 @@ def steps_with(plan: RowPlan, source: int, row: int, steps: range) -> Iterator[i
     def earlier_rows(step: int) -> int:
         return plan.counts_at(plan.sizes.rows_before(step))[source]
 
-    for position in _positions(plan, source, row, earlier_rows(steps[0]), earlier_rows(steps[-1] + 1)):
+    first, stop = earlier_rows(steps[0]), earlier_rows(steps[-1] + 1)
+    for position in _positions(plan, source, row, first, stop):
         yield steps[0] - 1 + bisect.bisect_right(steps, position, key=earlier_rows)
 
 
@@ -236,18 +253,20 @@ def _positions(plan: RowPlan, source: int, row: int, first: int, stop: int) -> I
 
 
 class PlanReader:
-    """A function from step to the rows of this process's share of its batch, for one iterator; thread-safe.
+    """A function from step to this process's rows of its batch, for one iterator; thread-safe.
 
-    What it keeps from step to step only saves time: any thread may find it for another step, or missing. It is replaced
-    in one assignment, so no lock is needed.
+    What it keeps from step to step only saves time: any thread may find it for another step, or
+    missing. It is replaced in one assignment, so no lock is needed.
     """
 
     def __init__(self, plan: RowPlan) -> None:
         self._plan = plan
         self._ahead = [Lookahead(*stream) for stream in plan.streams]
         self._order_seed = derive_seed(plan.seed, _ORDER)
-        self._known: tuple[int, Any] = (0, ())  # a step, and the row numbers of this and following steps
-        # At most one: the order of the rows after the newest batch. A thread takes it out while it advances it.
+        # A step, and the row numbers of this and following steps.
+        self._known: tuple[int, Any] = (0, ())
+        # At most one: the order of the rows after the newest batch. A thread takes it out while it
+        # advances it.
         self._orders: list[RowOrder] = []
 
     def __call__(self, step: int) -> list[SourceRows]:
@@ -264,7 +283,8 @@ class PlanReader:
         parts = []
         for source in np.unique(own_sources).tolist():
             indices = np.flatnonzero(own_sources == source)
-            # Mixing keeps the rows of a source in stream order, so the rows of a process are consecutive in the stream.
+            # Mixing keeps the rows of a source in stream order, so the rows of a process are
+            # consecutive in the stream.
             first, _ = counts[source]
             start = first + int(np.count_nonzero(sources[:low] == source))
             rows = self._ahead[source].stream(start, len(indices), plan.shuffle)
@@ -273,16 +293,19 @@ class PlanReader:
 
     def _mixed_sources(self, counts: CountChanges, size: int, step: int) -> np.ndarray[Any, Any]:
         """Return the source of each row of a batch."""
-        # Before mixing, the batch consists of the rows of the first source, then of the second, and so on.
+        # Before mixing, the batch consists of the rows of the first source, then of the second, and
+        # so on.
         sources = np.array(sorted(counts))
         ends = np.cumsum([stop - start for _, (start, stop) in sorted(counts.items())])
         batch_domain = domain(size)
-        order = permute(batch_domain, draw_keys(batch_domain, self._order_seed, step), np.arange(size))
+        order = permute(
+            batch_domain, draw_keys(batch_domain, self._order_seed, step), np.arange(size)
+        )
         mixed: np.ndarray[Any, Any] = sources[np.searchsorted(ends, order, side="right")]
         return mixed
 
     def _take_counts(self, stages: Staircase[CountStage], first: int, size: int) -> CountChanges:
-        """Return the counts of the sources of `size` rows from row `first`, before and after them."""
+        """Return the counts, before and after `size` rows from row `first`, of their sources."""
         try:
             order = self._orders.pop()
         except IndexError:  # the first batch, or another thread has it

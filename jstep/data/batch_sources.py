@@ -1,12 +1,12 @@
-"""Batches from one step on, as a run sees them: `BatchSource`, and a class for each way in which batches are made.
+"""Batches from one step on, as a run sees them: `BatchSource`, and a class for each kind of them.
 
 | class | batches | a restart continues | read ahead | a signal may interrupt the wait for a batch |
 |---|---|---|---|---|
 | `Indexed` | a function of the step | at the step | yes | yes |
 | `Loader` | an iterator with a position | at the position that was read after a batch | yes | yes |
-| `FromState` | `from_state` | at the position before a batch, or after it if that is large | no | if it is small |
-| `FromLoop` | `from_loop` | at the objects' states between two iterations | no | no: the body has used it up |
-| `Unseekable` | any other iterator | where the iterator is | yes | yes, with a warning that it is lost |
+| `FromState` | `from_state` | at the position before a batch, after it if large | no | if small |
+| `FromLoop` | `from_loop` | at the objects' states between iterations | no | no: the body used it |
+| `Unseekable` | any other iterator | where the iterator is | yes | yes, but it is lost (warning) |
 
 `loaders.open_source` chooses the class, and is the only function that checks the kind of batches.
 """
@@ -22,15 +22,16 @@ from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import LARGE
 
 untrained_batches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Iterators with batches that no step was trained on, and their numbers; 0 if one was only begun."""
+"""Iterators with batches that no step was trained on, and their numbers; 0 if one only began."""
 
 
 class BatchSource:
-    """Batches from one step on. A run asks what can be done with them, never of which kind they are.
+    """Batches from one step on. A run asks what can be done with them, never what kind they are.
 
-    Whoever fetches batches, the loop or a thread ahead of it, takes them from `items` and calls `read_position` after
-    each. All other methods are the loop's: it calls `end_fetch` when it takes the batches of a call, so that
-    `position_after` can tell the position before that call from the one after it.
+    Whoever fetches batches, the loop or a thread ahead of it, takes them from `items` and calls
+    `read_position` after each. All other methods are the loop's: it calls `end_fetch` when it takes
+    the batches of a call, so that `position_after` can tell the position before that call from the
+    one after it.
 
     Args:
         given: What the user passed.
@@ -40,11 +41,14 @@ class BatchSource:
     Attributes:
         has_position: Whether it has a position of its own, beside the step.
         is_seekable: Whether a restart continues with the batch of its step.
-        may_be_opened_again: Whether opening it again fetches the same batches, as they are a function of the step.
+        may_be_opened_again: Whether opening it again fetches the same batches, as they are a
+            function of the step.
         may_be_read_ahead: Whether a thread may fetch batches before their step.
-        can_interrupt: Whether a signal may end the wait for a batch, or leave one untrained: it can be made again.
+        can_interrupt: Whether a signal may end the wait for a batch, or leave one untrained: it can
+            be made again.
         follows_calls: Whether it must be told of calls, by `end_fetch`, to know its position.
-        moves_between_steps: Whether hooks may change its position after a step, so that `begin_fetch` has to read it.
+        moves_between_steps: Whether hooks may change its position after a step, so that
+            `begin_fetch` has to read it.
         knows_shapes: Whether `item` tells the shapes of any batch, at any time.
         has_items: Whether `item` returns any batch; it may take as long as making one.
         read_position: Returns the position after the latest batch; None if nobody needs it.
@@ -79,7 +83,7 @@ class BatchSource:
         """Called before a batch is made, if `moves_between_steps`."""
 
     def end_fetch(self, steps: int, position: Any) -> None:
-        """Called when the loop has the batches of a call, with the position that was read after the last of them."""
+        """Called when the loop has the batches of a call, with the position read after them."""
 
     def end(self) -> None:
         """Called when there are no more batches."""
@@ -87,7 +91,7 @@ class BatchSource:
     # What a checkpoint needs.
 
     def position_after(self, steps: int) -> Any:
-        """Return the position after so many steps; the loop may have taken the batches of one more call."""
+        """Return the position after so many steps; the loop may be ahead by one call's batches."""
         return None
 
     def is_lost_after(self, steps: int) -> bool:
@@ -98,7 +102,7 @@ class BatchSource:
         """Keep the current position: what hooks do from now on is not part of a checkpoint."""
 
     def set_back(self, trained: int, fetched: int, *, is_idle: bool) -> None:
-        """Called at the end: undo, as far as possible, the fetches of batches that no step was trained on.
+        """Undo at the end, as far as possible, the fetches of batches that were not trained on.
 
         `is_idle`: whether no thread is still using it.
         """
@@ -128,8 +132,9 @@ class Indexed(BatchSource):
 class Loader(BatchSource):
     """The batches of an iterator or loader that can tell its position, and be set to it.
 
-    A thread may be batches ahead of the loop, so each batch comes with the position after it, and the source keeps
-    those before and after the latest call. In a run that saves nothing, only the one before the first batch is known.
+    A thread may be batches ahead of the loop, so each batch comes with the position after it, and
+    the source keeps those before and after the latest call. In a run that saves nothing, only the
+    one before the first batch is known.
 
     Args:
         start: The position before the first batch.
@@ -153,7 +158,8 @@ class Loader(BatchSource):
         super().__init__(given, items, is_fresh=is_fresh)
         self.read_position = read_position
         self._set_position = set_position
-        # The loop has taken `_taken` batches: the position after them, and the one before the latest call.
+        # The loop has taken `_taken` batches: the position after them, and the one before the
+        # latest call.
         self._taken = 0
         self._newest_position = start
         self._previous_position: Any = None
@@ -171,7 +177,7 @@ class Loader(BatchSource):
             return  # the next run begins another pass over it
         position = self.position_after(trained) if is_idle else None
         count = batches_since(position)
-        # If none was fetched, a signal has ended the wait for these, and must not lead to the same wait.
+        # If none was fetched, a signal has ended the wait for these, and must not lead to it again.
         if position is not None and not (count and not fetched):
             with contextlib.suppress(Exception):  # what cannot be set is warned about
                 self._set_position(position)
@@ -181,11 +187,12 @@ class Loader(BatchSource):
 
 
 class FromState(BatchSource):
-    """The batches of `from_state`, made one at a time, with the state, after the hooks of the step before.
+    """The batches of `from_state`, made one by one with the state, after the previous step's hooks.
 
-    Hooks may change what they are made of, such as the level of a game, so the position is read at the last moment:
-    before each batch. A batch that no step was trained on is then made again. A large position, such as a replay
-    buffer, is not copied for each batch, but read once a checkpoint is due; then a batch must be trained on.
+    Hooks may change what they are made of, such as the level of a game, so the position is read at
+    the last moment: before each batch. A batch that no step was trained on is then made again. A
+    large position, such as a replay buffer, is not copied for each batch, but read once a
+    checkpoint is due; then a batch must be trained on.
 
     Args:
         ask: Reads the position; None if there is none.
@@ -210,8 +217,8 @@ class FromState(BatchSource):
         self.moves_between_steps = self.follows_calls
         self._ask = ask if ask is not None else _no_position
         self._taken = 0
-        # The position before the latest batch or, if `_is_frozen`, the one that a checkpoint gets. None if it is large
-        # and was not read.
+        # The position before the latest batch or, if `_is_frozen`, the one that a checkpoint gets.
+        # None if it is large and was not read.
         self._previous_position = start
         self._is_large = _is_large(start)
         self._is_frozen = True  # nothing can have changed since `_previous_position` was read
@@ -251,8 +258,8 @@ class FromState(BatchSource):
 class FromLoop(BatchSource):
     """The batches that the body of a loop makes, out of objects that a checkpoint keeps.
 
-    The objects change only within an iteration, and are asked only when a checkpoint is saved, as a replay buffer may
-    be large. So there is no position before a batch.
+    The objects change only within an iteration, and are asked only when a checkpoint is saved, as a
+    replay buffer may be large. So there is no position before a batch.
     """
 
     may_be_read_ahead = False

@@ -1,4 +1,4 @@
-"""Shuffled batches and weighted mixtures of sources as pure functions of the step, with no position to save."""
+"""Shuffled batches and weighted mixtures as pure functions of the step: no position to save."""
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -7,7 +7,15 @@ from typing import Any, overload
 import jax
 import numpy as np
 
-from jstep.core.checks import as_bool, as_choice, as_int, as_mapping, as_number, as_string, format_value
+from jstep.core.checks import (
+    as_bool,
+    as_choice,
+    as_int,
+    as_mapping,
+    as_number,
+    as_string,
+    format_value,
+)
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import T, structure
 from jstep.data.batch_rows import ROWS, RowPlan, Share, Sizes, StepRange, derive_seed
@@ -20,7 +28,9 @@ from jstep.data.steps import NO_END, Staircase, Steps, as_staircase, staircase
 
 
 @overload
-def batches(arrays: list[T], batch_size: int | Mapping[int, int], *args: Any, **kwargs: Any) -> "Batches[T]": ...
+def batches(
+    arrays: list[T], batch_size: int | Mapping[int, int], *args: Any, **kwargs: Any
+) -> "Batches[T]": ...
 
 
 @overload
@@ -51,33 +61,36 @@ def batches(
 ) -> "Batches[T]":
     """Batches by step: `batches[N]` is a pure function of the seed and N.
 
-    Each epoch has its own permutation of the rows and contains each row at most once. For a constant batch size:
+    Each epoch has its own permutation of the rows and contains each row at most once. For a
+    constant batch size, with S = `steps_per_epoch`:
 
-        row i of batch N  =  permutation(seed, N // steps_per_epoch)[(N % steps_per_epoch)·batch_size + i]
+        row i of batch N  =  permutation(seed, N // S)[(N % S)·batch_size + i]
 
-    On p processes, process r gets rows r·batch_size/p up to (r + 1)·batch_size/p of the global batch.
+    On p processes, process r gets rows r·batch_size/p up to (r + 1)·batch_size/p of a global batch.
 
     Args:
-        arrays: A source, or a tuple, dict or other tree of sources, with one row per example. A source is an array
-            (possibly memory-mapped), or an object with `__len__` and `__getitem__` whose items are stacked; a list is
-            one source. `__getitems__` and datasets of h5py, zarr and PyTorch's tensors get a list of indices.
-        batch_size: Global batch size, over all processes. A mapping from step to size is a schedule: `{0: 64, 1000:
-            128}` uses 128 from step 1000.
+        arrays: A source, or a tuple, dict or other tree of sources, with one row per example. A
+            source is an array (possibly memory-mapped), or an object with `__len__` and
+            `__getitem__` whose items are stacked; a list is one source. `__getitems__` and datasets
+            of h5py, zarr and PyTorch's tensors get a list of indices.
+        batch_size: Global batch size, over all processes. A mapping from step to size is a
+            schedule: `{0: 64, 1000: 128}` uses 128 from step 1000.
         seed: Determines the permutations; must not be negative.
         shuffle: Whether to shuffle the rows in each epoch.
         num_epochs: The number of epochs; None for an endless sequence.
-        drop_remainder: Whether to drop the rows that do not fill a batch at the end of an epoch; otherwise the last
-            batch is smaller.
+        drop_remainder: Whether to drop the rows that do not fill a batch at the end of an epoch;
+            otherwise the last batch is smaller.
         process_index: The index of this process; by default `jax.process_index()`.
         process_count: The number of processes; by default `jax.process_count()`.
 
     Returns:
-        A `Batches`: index it, slice it, iterate over it, or start anywhere by `from_step(N)`. The leaves are new NumPy
-        arrays.
+        A `Batches`: index it, slice it, iterate over it, or start anywhere by `from_step(N)`. The
+        leaves are new NumPy arrays.
 
     Raises:
-        ValueError: `batch_size` exceeds the number of rows and drop_remainder is True, sources have different numbers
-            of rows, a number is out of range, or a mapping has no size for step 0.
+        ValueError: `batch_size` exceeds the number of rows and drop_remainder is True, sources have
+            different numbers of rows, a number is out of range, or a mapping has no size for step
+            0.
         TypeError: A source has no length or cannot be indexed, or a number is not an integer.
 
     Example:
@@ -98,7 +111,8 @@ def batches(
         size = as_int(value, name, 1)
         if size > len(rows) and drop_remainder:  # no batch would ever be full
             raise ValueError(
-                f"{name}={size}: must be at most {len(rows)}, the rows of arrays; or set drop_remainder=False"
+                f"{name}={size}: must be at most {len(rows)}, the rows of arrays; or set "
+                "drop_remainder=False"
             )
         return size
 
@@ -124,13 +138,16 @@ def batches(
 class Batches(BatchSequence[T]):
     """A sequence of batches by step, as returned by `batches`; endless if `num_epochs` is None.
 
-    A negative step raises IndexError, as does a step past the last epoch. A slice is a lazy sequence of the same kind,
-    numbered from 0.
+    A negative step raises IndexError, as does a step past the last epoch. A slice is a lazy
+    sequence of the same kind, numbered from 0.
     """
 
     def __repr__(self) -> str:
         order = f"shuffled by seed {self._plan.seed}" if self._plan.shuffle else "in order"
-        return f"<Batches of {format_value(self.batch_size)} from {self.num_rows} rows, {order}, {self._extent()}>"
+        return (
+            f"<Batches of {format_value(self.batch_size)} from {self.num_rows} rows, {order}, "
+            f"{self._extent()}>"
+        )
 
     @property
     def num_rows(self) -> int:
@@ -143,12 +160,13 @@ class Batches(BatchSequence[T]):
         size = self.batch_size
         if not isinstance(size, int):
             raise ValueError(
-                f"steps_per_epoch: batch_size={format_value(size)} has several sizes; use rows_before(N) / num_rows"
+                f"steps_per_epoch: batch_size={format_value(size)} has several sizes; use "
+                "rows_before(N) / num_rows"
             )
         return _steps_in(self.num_rows, size, self._plan.drop_remainder)
 
     def rows_before(self, step: int) -> int:
-        """Return the number of rows in the batches before `step`, without skipped ones, over all processes."""
+        """Return the number of rows before `step`, without skipped ones, over all processes."""
         return self._counts_before(step)[""]
 
     def rows_of(self, step: int) -> "np.ndarray[Any, np.dtype[np.intp]]":
@@ -163,7 +181,10 @@ class Batches(BatchSequence[T]):
         return as_row_numbers(self._rows_of(step)[0].rows)
 
     def steps_of(self, row: int, start: int = 0, stop: int | None = None) -> list[int]:
-        """Return the steps from `start` to `stop` whose batches contain a row, without iterating over them."""
+        """Return the steps whose batches contain a row, without iterating over them.
+
+        Only steps from `start` to `stop` are returned.
+        """
         return self._steps_with("", row, start, stop)
 
 
@@ -171,11 +192,15 @@ def _check_process(index: object, count: object) -> tuple[int, int] | None:
     if index is None and count is None:
         return None
     if index is None or count is None:
-        raise ValueError(f"process_index={index!r}, process_count={count!r}: give both of them, or neither")
+        raise ValueError(
+            f"process_index={index!r}, process_count={count!r}: give both of them, or neither"
+        )
     index = as_int(index, "process_index")
     count = as_int(count, "process_count")
     if not 0 <= index < count:
-        raise ValueError(f"process_index={index}: must be in range({count}), as process_count={count}")
+        raise ValueError(
+            f"process_index={index}: must be in range({count}), as process_count={count}"
+        )
     return index, count
 
 
@@ -184,11 +209,13 @@ def _steps_in(num_rows: int, size: int, drop_remainder: bool | None) -> int:
     return num_rows // size if drop_remainder else -(-num_rows // size)
 
 
-def _sizes_in_epochs(num_rows: int, sizes: Staircase[int], drop_remainder: bool, num_epochs: int | None) -> Sizes:
+def _sizes_in_epochs(
+    num_rows: int, sizes: Staircase[int], drop_remainder: bool, num_epochs: int | None
+) -> Sizes:
     """Return the sizes of all batches, epoch after epoch.
 
-    A stage of `sizes` continues the current epoch: the rest of that epoch is one run, the whole epochs after it are the
-    next.
+    A stage of `sizes` continues the current epoch: the rest of that epoch is one run, the whole
+    epochs after it are the next.
     """
     runs: list[StepRange] = []
     epoch = 0
@@ -217,7 +244,8 @@ def _sizes_in_epochs(num_rows: int, sizes: Staircase[int], drop_remainder: bool,
                 distance=num_rows,
             )
             runs.append(run)
-            # The epoch of the newest batch. If it has no other, the next iteration goes to the next epoch.
+            # The epoch of the newest batch. If it has no other, the next iteration goes to the next
+            # epoch.
             finished_epochs, i = divmod(run_stop - 1 - first, period)
             epoch += finished_epochs
             offset = min(offset + (i + 1) * size, num_rows)
@@ -239,35 +267,37 @@ def mixture(
     process_index: int | None = None,
     process_count: int | None = None,
 ) -> "Mixture[T]":
-    """Batches by step that mix several sources in given proportions, which may change with the step.
+    """Batches by step that mix sources in given proportions, which may change with the step.
 
-    Batch N is a pure function of the seed and N, as with `batches`. After the first T rows, for every T and in exact
-    arithmetic,
+    Batch N is a pure function of the seed and N, as with `batches`. After the first T rows, for
+    every T and in exact arithmetic,
 
         |rows from source s − ideal of s| ≤ (number of sources − 1) / 2
 
-    where the ideal of s is the sum over these rows of (weight of s / sum of weights). Changing the weights or sizes
-    from step M on leaves all batches before M unchanged. The epochs and permutations of a source depend only on the
-    seed and its name.
+    where the ideal of s is the sum over these rows of (weight of s / sum of weights). Changing the
+    weights or sizes from step M on leaves all batches before M unchanged. The epochs and
+    permutations of a source depend only on the seed and its name.
 
     Args:
-        sources: Name → a source as in `batches`. The rows of all sources must have the same structure, dtypes and
-            shapes.
-        batch_size: Global batch size, over all processes: a number, or a mapping from step to number, such as `{0: 64,
-            1000: 128}`.
-        weights: Name of each source → its weight, or step → such mappings. Weights need not sum to 1. A source of
-            weight 0 gives no rows.
+        sources: Name → a source as in `batches`. The rows of all sources must have the same
+            structure, dtypes and shapes.
+        batch_size: Global batch size, over all processes: a number, or a mapping from step to
+            number, such as `{0: 64, 1000: 128}`.
+        weights: Name of each source → its weight, or step → such mappings. Weights need not sum to
+            1. A source of weight 0 gives no rows.
         seed: Determines all orders; must not be negative.
         shuffle: Whether to shuffle the rows of each source.
         process_index: As in `batches`.
         process_count: As in `batches`.
 
     Returns:
-        A `Mixture`: index it, slice it, `skip` batches, iterate over it, or start anywhere by `from_step(N)`.
+        A `Mixture`: index it, slice it, `skip` batches, iterate over it, or start anywhere by
+        `from_step(N)`.
 
     Raises:
-        ValueError: Sources differ in the structure, dtypes or shapes of their rows; the names of weights and sources
-            differ; a weight is negative or not finite, or all are 0; or a number is out of range.
+        ValueError: Sources differ in the structure, dtypes or shapes of their rows; the names of
+            weights and sources differ; a weight is negative or not finite, or all are 0; or a
+            number is out of range.
         TypeError: A source has no length or cannot be indexed.
 
     Example:
@@ -295,18 +325,20 @@ def mixture(
 
 
 def _as_weights(weights: object, names: Sequence[str]) -> Staircase[Weights]:
-    """Return the weights of the sources, in the order of `names`, by the step from which they hold; they sum to 1."""
+    """Return the sources' weights, which sum to 1, in the order of `names`, by their first step."""
 
     def as_shares(value: Any, argument: str) -> Weights:
         as_mapping(value, argument, "from the name of each source to its weight")
         if set(value) != set(names):
             raise ValueError(
-                f"{argument}={format_value(value)}: must have exactly the keys {format_value(list(names))}"
+                f"{argument}={format_value(value)}: must have exactly the keys "
+                f"{format_value(list(names))}"
             )
         exact = [Fraction(as_number(value[name], f"{argument}[{name!r}]", low=0)) for name in names]
         if not any(exact):
             raise ValueError(
-                f"{argument}={format_value(value)}: must have a weight above 0 for at least one source, got none"
+                f"{argument}={format_value(value)}: must have a weight above 0 for at least one "
+                "source, got none"
             )
         total = sum(exact)
         return tuple(weight / total for weight in exact)
@@ -317,8 +349,10 @@ def _as_weights(weights: object, names: Sequence[str]) -> Staircase[Weights]:
 
 
 def _is_schedule(weights: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping is from steps to weights, so that an error in it is about a step, not about a name."""
-    return any(not isinstance(key, str) or isinstance(value, Mapping) for key, value in weights.items())
+    """Return whether a mapping is by step: then an error in it is about a step, not a name."""
+    return any(
+        not isinstance(key, str) or isinstance(value, Mapping) for key, value in weights.items()
+    )
 
 
 def _weighted(plan: RowPlan, weights: Staircase[Weights]) -> RowPlan:
@@ -331,7 +365,9 @@ def _weighted(plan: RowPlan, weights: Staircase[Weights]) -> RowPlan:
 
 def _open(sources: Any) -> dict[str, Rows]:
     if not as_mapping(sources, "sources", "from name to source"):
-        raise ValueError(f"sources={format_value(sources)}: must have at least one source, got none")
+        raise ValueError(
+            f"sources={format_value(sources)}: must have at least one source, got none"
+        )
     names = [as_string(name, "sources: a name") for name in sources]
     rows = {name: open_rows(sources[name], "sources", name) for name in names}
     layouts = {name: _layout(source.take(slice(0, 1))) for name, source in rows.items()}
@@ -340,8 +376,8 @@ def _open(sources: Any) -> dict[str, Rows]:
         # A NamedTuple is equal to a tuple, so their structures are compared, too.
         if layouts[name] != layouts[first] or structure(layouts[name]) != structure(layouts[first]):
             raise ValueError(
-                f"sources: must have one structure, dtype and shape, got {layouts[name]} from {name!r}, "
-                f"{layouts[first]} from {first!r}"
+                f"sources: must have one structure, dtype and shape, got {layouts[name]} from "
+                f"{name!r}, {layouts[first]} from {first!r}"
             )
     return rows
 
@@ -367,7 +403,9 @@ class Mixture(BatchSequence[T]):
         sources = ", ".join(f"{name} ({count} rows)" for name, count in self.num_rows.items())
         order = "shuffled by" if self._plan.shuffle else "in order, mixed by"
         size = format_value(self.batch_size)
-        return f"<Mixture of {size} from {sources}, {order} seed {self._plan.seed}, {self._extent()}>"
+        return (
+            f"<Mixture of {size} from {sources}, {order} seed {self._plan.seed}, {self._extent()}>"
+        )
 
     @property
     def num_rows(self) -> dict[str, int]:
@@ -375,11 +413,11 @@ class Mixture(BatchSequence[T]):
         return {name: len(rows) for name, rows in self._rows.items()}
 
     def rows_before(self, step: int) -> dict[str, int]:
-        """Return the number of rows of each source in the batches before `step`, as `Batches.rows_before` does."""
+        """Return the number of rows of each source before `step`, as `Batches.rows_before` does."""
         return self._counts_before(step)
 
     def rows_of(self, step: int) -> list[tuple[str, int]]:
-        """Return the rows of the batch of `step`, over all processes, in its order, as (source, row number)."""
+        """Return the batch's rows in order, over all processes, as (source, row number)."""
         names = sorted(self._rows)
         rows_by_index: dict[int, tuple[str, int]] = {}
         for some in self._rows_of(step):

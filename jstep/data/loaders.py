@@ -1,4 +1,4 @@
-"""Opening of all kinds of batches, which is the only place that checks their kind; `from_state` and `replayed`."""
+"""Opening batches, the only place that checks their kind; `from_state` and `replayed`."""
 
 import contextlib
 import functools
@@ -16,7 +16,15 @@ from jstep.core.checks import as_function, can_take, describe_type, format_value
 from jstep.core.exceptions import items_until_end, note
 from jstep.core.logs import logger
 from jstep.core.trees import Tree
-from jstep.data.batch_sources import BatchSource, FromLoop, FromState, Indexed, Loader, Unseekable, untrained_batches
+from jstep.data.batch_sources import (
+    BatchSource,
+    FromLoop,
+    FromState,
+    Indexed,
+    Loader,
+    Unseekable,
+    untrained_batches,
+)
 from jstep.data.loop_batches import LoopBatches
 from jstep.data.positions import (
     OWN_STATE,
@@ -72,7 +80,7 @@ def open_source(
     next_save: Callable[[int], float] = lambda number: math.inf,
     state: Callable[[], Any] = lambda: None,
 ) -> BatchSource:
-    """Open the batches from a step on, at their saved position. Only here it is asked of which kind batches are.
+    """Open batches from a step on, at their saved position: the only place that asks their kind.
 
     Args:
         batches: What the user passed.
@@ -102,7 +110,7 @@ def open_source(
 
 
 def are_made_one_by_one(batches: Tree) -> bool:
-    """Whether each batch is made for its step, with the state or by the body of a loop, and never ahead of it."""
+    """Whether each batch is made at its step, with the state or by a loop's body, never ahead."""
     return isinstance(batches, StateBatches | LoopBatches)
 
 
@@ -119,10 +127,13 @@ def _open_loop_batches(batches: LoopBatches, opening: _Opening) -> BatchSource:
     return FromLoop(batches, iter(batches), ask)
 
 
-def _open_state_batches(batches: "StateBatches", opening: _Opening, state: Callable[[], Any]) -> BatchSource:
+def _open_state_batches(
+    batches: "StateBatches", opening: _Opening, state: Callable[[], Any]
+) -> BatchSource:
     make = batches.make
     steps = range(opening.start, opening.last_step)
-    # Not a generator expression, in which a StopIteration of `make`, which ends the batches, becomes a RuntimeError.
+    # Not a generator expression, in which a StopIteration of `make`, which ends the batches,
+    # becomes a RuntimeError.
     made = map(lambda step: make(step, state()), steps)
     if position_methods(make) is None:
         is_function = isinstance(make, _STATELESS) or hasattr(make, "__wrapped__")
@@ -178,17 +189,21 @@ def _position_at_start(ask: Callable[[], Any], opening: _Opening) -> Any:
     try:
         return ask()
     except Exception as error:
-        note(error, "jstep: batches: their position before the first batch, which checkpoints need, could not be read")
+        note(
+            error,
+            "jstep: batches: their position before the first batch, which checkpoints need, could "
+            "not be read",
+        )
         raise
 
 
 def _indexable_items(batches: Tree, start: int, last_step: int) -> Iterator[Any] | None:
-    """Return the batches from a step on, if they are fetched by their step: by index or by a function; else None."""
+    """Return batches fetched by step, by index or by a function, from a step on; else None."""
     if hasattr(batches, "__getitem__"):
         if isinstance(batches, _SEQUENCE) or not hasattr(batches, "__iter__"):
             return _indexed(batches, start, last_step)
-        # Some iterables define `__getitem__` for other keys: data frames for columns, PyTorch's iterable datasets only
-        # by inheritance. So it is tried, with the first step.
+        # Some iterables define `__getitem__` for other keys: data frames for columns, PyTorch's
+        # iterable datasets only by inheritance. So it is tried, with the first step.
         try:
             first = _try_first(batches, start, last_step)
         except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
@@ -216,39 +231,51 @@ def _item(batches: Tree, fetch: Callable[[int], Any], step: int) -> Any:
         return fetch(step)
     except StopIteration as error:
         raise RuntimeError(
-            f"batches={format_value(batches)}: StopIteration was raised for step {step}; raise jstep.OutOfRangeError"
+            f"batches={format_value(batches)}: StopIteration was raised for step {step}; raise "
+            "jstep.OutOfRangeError"
         ) from error
 
 
 def _warn_without_position(name: str, opening: _Opening) -> None:
-    """Warn on resuming, or before a run that saves, that batches do not resume where a run stopped."""
+    """Warn on resuming, or before a run that saves, that batches do not resume where it stopped."""
     if opening.start:
         resumes = f"The run resumes at step {opening.start}"
         what = f"{resumes}, but a {name} has no position to resume from: it starts where it is."
     elif opening.is_saved:
-        what = f"A {name} has no position to resume from: a restart of this run would continue from where it is then."
+        what = (
+            f"A {name} has no position to resume from: a restart of this run would continue from "
+            "where it is then."
+        )
     else:
         return
-    logger.warning("%s Use jstep.batches, a function of the step, or an object with get_state and set_state.", what)
+    logger.warning(
+        "%s Use jstep.batches, a function of the step, or an object with get_state and set_state.",
+        what,
+    )
 
 
 def check_batches(batches: Tree) -> None:
     if _is_array(batches) or _is_tuple_of_arrays(batches):
         raise TypeError(
-            "batches: must be a source of batches, got arrays; use jstep.batches(x, batch_size), or lambda step: x to "
-            "train on all of x at each step"
+            "batches: must be a source of batches, got arrays; use jstep.batches(x, batch_size), "
+            "or lambda step: x to train on all of x at each step"
         )
     if isinstance(batches, Mapping | str | bytes):
         what = f"batches: must be a source of batches, got a {type(batches).__name__}"
         # Not itertools.repeat(batch): an iterator has no position to resume from.
-        raise TypeError(f"{what}; use jstep.batches(x, batch_size), or lambda step: x to train on x at each step")
+        raise TypeError(
+            f"{what}; use jstep.batches(x, batch_size), or lambda step: x to train on x at each "
+            "step"
+        )
     if are_made_one_by_one(batches):
         return
     if callable(batches) and not hasattr(batches, "__iter__") and not may_take(batches, 1):
         raise TypeError(
-            f"batches={format_value(batches)}: must be a function of the step; see jstep.from_state and jstep.replayed"
+            f"batches={format_value(batches)}: must be a function of the step; see "
+            "jstep.from_state and jstep.replayed"
         )
-    if isinstance(batches, type) or not _has_batches(batches):  # a class has the methods of its objects
+    if isinstance(batches, type) or not _has_batches(batches):
+        # A class, too, has the methods of its objects.
         what = "must have batches[N], be a function of the step, or be iterable"
         raise TypeError(f"batches={format_value(batches)}: {what}")
 
@@ -277,8 +304,14 @@ def _restore_position(owner: object, opening: _Opening) -> None:
     if saved is None:
         has_warned = _warn_of_untrained(owner)
         if start and not has_warned:
-            what = f"The run begins at step {start}, and there is no checkpoint with a position of the {name}"
-            logger.warning("%s: it starts where it is now, perhaps after a batch that was not trained on.", what)
+            what = (
+                f"The run begins at step {start}, and there is no checkpoint with a position of "
+                f"the {name}"
+            )
+            logger.warning(
+                "%s: it starts where it is now, perhaps after a batch that was not trained on.",
+                what,
+            )
         return
     if start >= opening.last_step:  # no batch is needed, so no position is, either
         return
@@ -292,23 +325,26 @@ def _restore_position(owner: object, opening: _Opening) -> None:
     try:
         _methods(owner).restore(value)
     except Exception as error:
-        note(error, f"jstep: the {name} did not accept the position in the checkpoint of step {start}")
+        note(
+            error,
+            f"jstep: the {name} did not accept the position in the checkpoint of step {start}",
+        )
         raise
 
 
 def keeps_position(batches: Tree) -> bool:
-    """Return whether batches are an iterator or a loader that can tell its position, and be set to it."""
+    """Return whether batches are an iterator or loader whose position can be read and set."""
     if has_methods(batches, *OWN_STATE, "__next__"):
         return True
     is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__next__")
     if not is_iterable or isinstance(batches, _SEQUENCE) or not has_methods(batches, *STATE_DICT):
         return False
-    # `state_dict` must take no arguments: some data sets require the number of examples that were read.
+    # `state_dict` must take no arguments: some data sets require the number of examples read.
     return can_take(batches.state_dict, 0)
 
 
 def position_owner(batches: Tree) -> Any:
-    """Return the object whose position is that of the batches; None if they have none of their own."""
+    """Return the object whose position is that of the batches; None if they have none."""
     if isinstance(batches, StateBatches):
         return batches.make if position_methods(batches.make) is not None else None
     if isinstance(batches, LoopBatches):
@@ -325,13 +361,15 @@ def loader_position(owner: object) -> Any:
     position = _methods(owner).read()
     if position is None:
         return None
-    # Copied, because loaders may return a dict that they keep changing; as JSON only for a checkpoint, because the text
-    # of a replay buffer takes much longer.
+    # Copied, because loaders may return a dict that they keep changing; as JSON only for a
+    # checkpoint, because the text of a replay buffer takes much longer.
     try:
         return {"value": tagged_json.copy_encodable(position)}
     except UnsupportedError as error:
         whose = f"batches: the position of the {_name_of(owner)} cannot be saved: state{error.path}"
-        raise TypeError(f"{whose} {error.what}; convert it, see docs: help/errors#positions") from None
+        raise TypeError(
+            f"{whose} {error.what}; convert it, see docs: help/errors#positions"
+        ) from None
 
 
 def _name_of(owner: object) -> str:
@@ -343,7 +381,10 @@ def set_position(owner: object, position: object) -> None:
 
 
 def _warn_of_untrained(batches: object) -> bool:
-    """Warn of batches that an earlier run fetched from this iterator in vain; return whether there was such a run."""
+    """Warn of batches that an earlier run fetched from this iterator in vain.
+
+    Return whether there was such a run.
+    """
     count = None
     with contextlib.suppress(TypeError):  # an object without weak references or a hash
         count = untrained_batches.pop(batches, None)
@@ -351,12 +392,15 @@ def _warn_of_untrained(batches: object) -> bool:
         return False
     name = type(batches).__name__
     if count:
-        what = f"{count} of this {name} were fetched by an earlier run without being trained on, and are lost"
+        what = (
+            f"{count} of this {name} were fetched by an earlier run without being trained on, and "
+            "are lost"
+        )
     else:
         what = f"an earlier run ended while this {name} fetched one, which may be lost"
     logger.warning(
-        "batches: %s: this run begins where it is now. Use jstep.batches, a function of the step, or, with a "
-        "checkpoint_dir, an iterator that has get_state and set_state.",
+        "batches: %s: this run begins where it is now. Use jstep.batches, a function of the step, "
+        "or, with a checkpoint_dir, an iterator that has get_state and set_state.",
         what,
     )
     return True
@@ -388,20 +432,26 @@ def _indexed(batches: Tree, start: int, last_step: int) -> Iterator[Any]:
 
 
 def check_row_counts(batches: Tree, first: Sequence[Any]) -> None:
-    """Reject a data set of rows given as batches, by its first item; warn if that may be a batch, too."""
-    if not first or isinstance(batches, BatchSequence | list | tuple) or not hasattr(batches, "__len__"):
+    """Reject a data set of rows given as batches, by its first item; warn if it may be a batch."""
+    if (
+        not first
+        or isinstance(batches, BatchSequence | list | tuple)
+        or not hasattr(batches, "__len__")
+    ):
         return
     item = first[0]
     what = f"batches: each item of the {type(batches).__name__} is taken as the batch of a step"
     leading_axes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(item)}
     have_common_axis = len(leading_axes) <= 1 and () not in leading_axes
-    if not have_common_axis and isinstance(item, Mapping | tuple):  # others may be batches that are a number
+    if not have_common_axis and isinstance(item, Mapping | tuple):
+        # Other items may be batches that are a number.
         raise ValueError(
-            f"{what}, and its leaves have no common first axis: for rows give jstep.batches(dataset, batch_size), else "
-            "a function of the step"
+            f"{what}, and its leaves have no common first axis: for rows give "
+            "jstep.batches(dataset, batch_size), else a function of the step"
         )
     names = {kind.__name__ for kind in type(batches).__mro__}
-    if "Dataset" in names:  # of Hugging Face, or of PyTorch: these have rows, and a row looks like a batch
+    if "Dataset" in names:
+        # Of Hugging Face or PyTorch: these have rows, and a row looks like a batch.
         logger.warning("%s; if it is a row, give jstep.batches(dataset, batch_size)", what)
 
 
@@ -411,21 +461,24 @@ def check_row_counts(batches: Tree, first: Sequence[Any]) -> None:
 def from_state(fn: Callable[[int, Any], Any]) -> "StateBatches":
     """Return batches for `train` that are made with the state that the step will get.
 
-    `fn(step, state)` is called in the main thread, after the hooks of the previous step, and never ahead. So batches
-    made with the newest parameters (environments on the host, self-play, hard examples) are a function of the run, not
-    of timing. The time of the calls counts as `waiting` (`jstep goodput`).
+    `fn(step, state)` is called in the main thread, after the hooks of the previous step, and never
+    ahead. So batches made with the newest parameters (environments on the host, self-play, hard
+    examples) are a function of the run, not of timing. The time of the calls counts as `waiting`
+    (`jstep goodput`).
 
     `fn` must not keep arrays of the state, which are donated to the step; NumPy copies may be kept.
 
     Args:
-        fn: `fn(step, state) -> batch`, which ends the batches by raising StopIteration or `OutOfRangeError`. If it is
-            an object with `state_dict` and `load_state_dict`, or `get_state` and `set_state`, its position is saved
-            with each checkpoint, after all hooks of that step: it includes their feedback to `fn`. A position above
-            64 kB, such as a replay buffer, is only read when a checkpoint is saved: if `fn` raises then, the run
+        fn: `fn(step, state) -> batch`, which ends the batches by raising StopIteration or
+            `OutOfRangeError`. If it is an object with `state_dict` and `load_state_dict`, or
+            `get_state` and `set_state`, its position is saved with each checkpoint, after all hooks
+            of that step: it includes their feedback to `fn`. A position above 64 kB, such as a
+            replay buffer, is only read when a checkpoint is saved: if `fn` raises then, the run
             resumes from the newest checkpoint.
 
     Returns:
-        Batches for `train`, `replay` and `verify_resume`. `train` rejects steps_per_call > 1 with them.
+        Batches for `train`, `replay` and `verify_resume`. `train` rejects steps_per_call > 1 with
+        them.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -448,25 +501,28 @@ class StateBatches:
         self.make = make
 
     def __repr__(self) -> str:
-        return f"<jstep.from_state({getattr(self.make, '__qualname__', type(self.make).__qualname__)})>"
+        name = getattr(self.make, "__qualname__", type(self.make).__qualname__)
+        return f"<jstep.from_state({name})>"
 
 
 # Batches of an iterable without a position, which a restart reads again up to the restored step.
 
 
 def replayed(make: Callable[[], Iterable[Any]]) -> "ReplayedBatches":
-    """Return batches for `train` that a restart reads again from the beginning, dropping the used ones.
+    """Return batches for `train` that a restart reads again from the start, dropping used ones.
 
-    After a restart `make()` is called again and the batches that the run has used are dropped, with one log line. This
-    is exact if `make` returns the same batches each time; nothing detects it if it does not. The restart takes as long
-    as reading those batches: a loader with a position, or `jstep.batches`, resumes immediately.
+    After a restart `make()` is called again and the batches that the run has used are dropped, with
+    one log line. This is exact if `make` returns the same batches each time; nothing detects it if
+    it does not. The restart takes as long as reading those batches: a loader with a position, or
+    `jstep.batches`, resumes immediately.
 
     Args:
-        make: `make()` returns an iterable of batches: a generator, or a shuffling loader with a fixed seed. Each of
-            several processes reads, and drops, its own.
+        make: `make()` returns an iterable of batches: a generator, or a shuffling loader with a
+            fixed seed. Each of several processes reads, and drops, its own.
 
     Returns:
-        An iterable of batches, whose iterators have `get_state` and `set_state`; each run reads it from its beginning.
+        An iterable of batches, whose iterators have `get_state` and `set_state`; each run reads it
+        from its beginning.
 
     Raises:
         ValueError: After a restart, there are fewer batches than the run had used.
@@ -496,7 +552,8 @@ class ReplayedBatches(Iterable[Any]):
         return ReplayedIterator(self.make)
 
     def __repr__(self) -> str:
-        return f"<jstep.replayed({getattr(self.make, '__qualname__', type(self.make).__qualname__)})>"
+        name = getattr(self.make, "__qualname__", type(self.make).__qualname__)
+        return f"<jstep.replayed({name})>"
 
 
 class ReplayedIterator(Iterator[Any]):
@@ -517,7 +574,10 @@ class ReplayedIterator(Iterator[Any]):
     def _begin(self) -> Iterator[Any]:
         iterable = self._make()
         if not isinstance(iterable, Iterable):
-            raise TypeError(f"replayed: make() must return an iterable of batches, got {describe_type(iterable)}")
+            raise TypeError(
+                "replayed: make() must return an iterable of batches, got "
+                f"{describe_type(iterable)}"
+            )
         items = items_until_end(iterable)
         if not self._count:
             return items
@@ -525,9 +585,12 @@ class ReplayedIterator(Iterator[Any]):
         dropped = sum(1 for _ in itertools.islice(items, self._count))
         if dropped < self._count:
             raise ValueError(
-                f"replayed: make() returned {dropped} batches, and the run has used {self._count}; it must repeat them"
+                f"replayed: make() returned {dropped} batches, and the run has used {self._count}; "
+                "it must repeat them"
             )
-        logger.info("replayed: %d batches were read again in %.1f s", dropped, time.perf_counter() - began)
+        logger.info(
+            "replayed: %d batches were read again in %.1f s", dropped, time.perf_counter() - began
+        )
         return items
 
     def get_state(self) -> dict[str, int]:

@@ -20,8 +20,8 @@ from jstep.stores.tagged_arrays import LARGE
 from jstep.stores.tagged_json import RandomGenerator, set_generator
 
 _NOT_KEPT = (
-    "from_loop: {} has changed, and is not kept, as it is an attribute of a class: a restart begins with its first "
-    "value. Set it on the object: self.{}"
+    "from_loop: {} has changed, and is not kept, as it is an attribute of a class: a restart "
+    "begins with its first value. Set it on the object: self.{}"
 )
 _MAX_ITEMS = 100
 """The items of a class's attribute that are compared, at each of three levels."""
@@ -30,21 +30,22 @@ _MAX_ITEMS = 100
 def from_loop(**kept: Any) -> "LoopBatches":
     """Return batches for `Run` that the body of the loop makes, and passes to `Run.train_step`.
 
-    The objects that the batches depend on, besides the state, are saved with each checkpoint and restored when the run
-    is entered, on every process.
+    The objects that the batches depend on, besides the state, are saved with each checkpoint and
+    restored when the run is entered, on every process.
 
     Args:
-        kept: Objects by name. Each has `state_dict` and `load_state_dict`, or `get_state` and `set_state`; or it is a
-            random generator of NumPy or Python, a dict, or an object whose attributes are its state. The states hold
-            numbers, strings, bytes, None, lists, tuples, dicts, arrays and random generators. Attributes and items are
-            replaced, generators are set in place. A warning names an attribute of a class that changes: it is not kept.
+        kept: Objects by name. Each has `state_dict` and `load_state_dict`, or `get_state` and
+            `set_state`; or it is a random generator of NumPy or Python, a dict, or an object whose
+            attributes are its state. The states hold numbers, strings, bytes, None, lists, tuples,
+            dicts, arrays and random generators. Attributes and items are replaced, generators are
+            set in place. A warning names an attribute of a class that changes: it is not kept.
 
     Returns:
         Batches for `Run`. `batches=None` is the same as `from_loop()`.
 
     Raises:
-        TypeError: An object has no state that can be set, such as a number. From `Run`, before the first step: its
-            state cannot be saved.
+        TypeError: An object has no state that can be set, such as a number. From `Run`, before the
+            first step: its state cannot be saved.
         ValueError: From `Run`, before the first step: the state in the checkpoint does not fit.
 
     Example:
@@ -74,7 +75,8 @@ class LoopBatches:
     def __init__(self, kept: Mapping[str, Any] = {}) -> None:
         self.kept = kept
         self.passed: list[tuple[Any, ...]] = []
-        self._first_marks: Mapping[str, Any] | None = None  # of attributes of classes, once a run has begun
+        # Of attributes of classes, once a run has begun.
+        self._first_marks: Mapping[str, Any] | None = None
 
     def begin(self) -> None:
         """Log what is kept, and from now on watch what is not."""
@@ -84,7 +86,7 @@ class LoopBatches:
             logger.info("from_loop keeps %s", ", ".join(descriptions))
 
     def _class_marks(self) -> dict[str, Any]:
-        """Return the marks of the attributes of the objects' classes, which are not kept with the objects."""
+        """Return the marks of the objects' class attributes, which are not kept with them."""
         marks: dict[str, Any] = {}
         for value in self.kept.values():
             if not _keeps_attributes(value):
@@ -108,10 +110,13 @@ class LoopBatches:
 
     def set_state(self, state: object) -> None:
         if not isinstance(state, dict) or set(state) != set(self.kept):
-            saved = sorted(map(printable, state)) if isinstance(state, dict) else [describe_type(state)]
+            saved = (
+                sorted(map(printable, state)) if isinstance(state, dict) else [describe_type(state)]
+            )
             raise ValueError(
-                f"from_loop: the checkpoint has the states of {format_list(saved, 8) or 'no objects'}, and this "
-                f"loop keeps {format_list(sorted(self.kept), 8) or 'none'}; give the same names"
+                "from_loop: the checkpoint has the states of "
+                f"{format_list(saved, 8) or 'no objects'}, and this loop keeps "
+                f"{format_list(sorted(self.kept), 8) or 'none'}; give the same names"
             )
         for name, value in self.kept.items():
             try:
@@ -135,7 +140,8 @@ def _accessors(name: str, value: Any) -> _Accessors:
     Raises:
         TypeError: It has no state that can be set.
     """
-    methods = None if isinstance(value, type) else position_methods(value)  # a class has the methods of its objects
+    # A class, too, has the methods of its objects.
+    methods = None if isinstance(value, type) else position_methods(value)
     if methods is not None:
         return _Accessors(methods.read, methods.restore)
     if isinstance(value, RandomGenerator):
@@ -146,8 +152,9 @@ def _accessors(name: str, value: Any) -> _Accessors:
         return _Accessors(lambda: vars(value), lambda state: _fill_attributes(name, value, state))
     raise TypeError(
         f"from_loop: {name}={format_value(value)}: must be an object whose state can be set, got "
-        f"{describe_type(value)}; put numbers, lists and arrays into a dict or types.SimpleNamespace, or give it "
-        "get_state and set_state; what the program opens again, such as a file, need not be kept"
+        f"{describe_type(value)}; put numbers, lists and arrays into a dict or "
+        "types.SimpleNamespace, or give it get_state and set_state; what the program opens again, "
+        "such as a file, need not be kept"
     )
 
 
@@ -189,7 +196,11 @@ def _mark(value: Any, depth: int = 0) -> Any:
         return json.dumps(tagged_json.as_json(tagged_json.copy_encodable(value)))
     if isinstance(value, np.ndarray) and value.nbytes <= LARGE:
         return value.tobytes()
-    if isinstance(value, dict | list | tuple | set | collections.deque) and len(value) <= _MAX_ITEMS and depth < 3:
+    if (
+        isinstance(value, dict | list | tuple | set | collections.deque)
+        and len(value) <= _MAX_ITEMS
+        and depth < 3
+    ):
         items = value.items() if isinstance(value, dict) else value
         return [len(value), *(_mark(item, depth + 1) for item in items)]
     return id(value), len(value) if isinstance(value, Sized) else None
@@ -197,7 +208,11 @@ def _mark(value: Any, depth: int = 0) -> Any:
 
 def _has_only_attributes(value: object) -> bool:
     """Return whether an object can be set back by setting its attributes: it has no other state."""
-    if isinstance(value, type | types.ModuleType) or callable(value) or not hasattr(value, "__dict__"):
+    if (
+        isinstance(value, type | types.ModuleType)
+        or callable(value)
+        or not hasattr(value, "__dict__")
+    ):
         return False
     if isinstance(value, types.SimpleNamespace):
         return True
@@ -215,7 +230,9 @@ def _has_only_attributes(value: object) -> bool:
 
 def _set_generator(path: str, generator: RandomGenerator, saved: Any) -> None:
     if not isinstance(saved, RandomGenerator):
-        raise ValueError(f"{path}: the checkpoint has {describe_type(saved)} for it, not a random generator")
+        raise ValueError(
+            f"{path}: the checkpoint has {describe_type(saved)} for it, not a random generator"
+        )
     try:
         set_generator(generator, saved)
     except ValueError as error:
@@ -235,7 +252,7 @@ def _fill(name: str, values: dict[Any, Any], saved: Any) -> None:
 
 
 def _keep_generators(path: str, current: Any, saved: Any) -> Any:
-    """Return a saved value with the current random generators in it, set to the states of the saved ones.
+    """Return a saved value with the current random generators in it, set to the saved states.
 
     The program may hold a generator in other places, too, so it must stay the same object.
     """
@@ -259,7 +276,7 @@ def _fill_attributes(name: str, value: object, saved: Any) -> None:
     lacking = sorted(vars(value).keys() - saved.keys()) if isinstance(saved, dict) else []
     if lacking:
         raise ValueError(
-            f"{name}: the checkpoint has no value for its {format_list(lacking, 8)}: it was saved by another version "
-            f"of {type(value).__name__}"
+            f"{name}: the checkpoint has no value for its {format_list(lacking, 8)}: it was saved "
+            f"by another version of {type(value).__name__}"
         )
     _fill(name, vars(value), saved)

@@ -1,11 +1,12 @@
 """Shuffling without a stored permutation: a keyed bijection of range(n).
 
-`permute` evaluates one permutation of `range(n)` at any positions. It is a Feistel network over the digits (left,
-right) of a number in base `width`, over `height · width ≥ n` numbers. An output of n or above is fed back in until it
-is below n ("cycle walking": Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+`permute` evaluates one permutation of `range(n)` at any positions. It is a Feistel network over the
+digits (left, right) of a number in base `width`, over `height · width ≥ n` numbers. An output of n
+or above is fed back in until it is below n ("cycle walking": Black and Rogaway, "Ciphers with
+arbitrary finite domains", 2002).
 
-A round adds to one digit a hash of the other: multiply-shift, mixed once more, with the keys of that round. It is not a
-cipher; `tests/data/test_permutation.py` has its statistics.
+A round adds to one digit a hash of the other: multiply-shift, mixed once more, with the keys of
+that round. It is not a cipher; `tests/data/test_permutation.py` has its statistics.
 """
 
 import functools
@@ -24,12 +25,12 @@ _MAX_32 = 2**24
 _SMALL = 1024
 _SMALL_ROUNDS = 12
 _ROUNDS = 6
-# Row numbers to compute in one call when they are read in sequence, to amortize the overhead of NumPy.
+# Row numbers to compute in one call when they are read in sequence, to amortize NumPy's overhead.
 _LOOKAHEAD_ROWS = 16384
 
 
 class Domain(NamedTuple):
-    """The key-independent parameters of a network on range(n), as 0-d arrays, which are fastest for ufuncs.
+    """The key-independent parameters of a network on range(n), as 0-d arrays, fastest for ufuncs.
 
     Attributes:
         rounds: The number of rounds, which is even.
@@ -89,8 +90,10 @@ def draw_keys(domain: Domain, seed: int, stream: int) -> list[Words]:
     return [keys[i : i + 1].reshape(()) for i in range(keys.size)]
 
 
-def permute(domain: Domain, keys: list[Words], positions: Numbers, *, inverse: bool = False) -> Numbers:
-    """Return the numbers at some positions of a permutation of range(n), or the positions of some numbers."""
+def permute(
+    domain: Domain, keys: list[Words], positions: Numbers, *, inverse: bool = False
+) -> Numbers:
+    """Return the numbers at positions of a permutation of range(n), or positions of numbers."""
     numbers = _encipher(domain, keys, positions.astype(domain.dtype), inverse)
     indices = np.flatnonzero(numbers >= domain.n)
     while indices.size:
@@ -143,7 +146,7 @@ class _Block(NamedTuple):
     lines: Numbers
 
     def line_of(self, epoch: int, start: int, width: int, distance: int) -> int | None:
-        """Return the number of the line that begins at a position; None if lines of the block do not begin there."""
+        """Return the number of the block's line that begins at a position; None if none does."""
         if (epoch, width, distance) != (self.epoch, self.lines.shape[1], self.distance):
             return None
         line, offset = divmod(start - self.start, self.distance)
@@ -151,7 +154,7 @@ class _Block(NamedTuple):
 
 
 class Lookahead:
-    """Row numbers of a source in shuffled epochs, computed ahead in blocks when they are read in sequence.
+    """Row numbers of a source in shuffled epochs, computed ahead in blocks when read in sequence.
 
     Its caches are replaced in one assignment, so threads may share it.
     """
@@ -163,7 +166,7 @@ class Lookahead:
         self._block = _Block(-1, 0, 1, np.empty((0, 0), np.intp))
 
     def lines(self, epoch: int, start: int, width: int, distance: int, least: int = 1) -> Numbers:
-        """Return at least `least` lines of `width` row numbers, which begin at `start` and are `distance` apart.
+        """Return `least` or more lines of `width` row numbers from `start`, `distance` apart.
 
         Other processes have the rows in between.
         """
@@ -181,7 +184,7 @@ class Lookahead:
         return lines
 
     def _follows(self, block: _Block, epoch: int, start: int, gap: int) -> bool:
-        """Return whether a position is in a block or up to `gap` after it, so that it is read in sequence."""
+        """Return whether a position is in a block or up to `gap` after it: read in sequence."""
         passed = (epoch - block.epoch) * self._domain.n + start - block.start
         return 0 <= passed <= len(block.lines) * block.distance + gap
 
@@ -206,4 +209,6 @@ class Lookahead:
             count -= taken
         if len(pieces) == 1:
             return pieces[0]
-        return np.concatenate([np.arange(p.start, p.stop) if isinstance(p, slice) else p for p in pieces])
+        return np.concatenate(
+            [np.arange(p.start, p.stop) if isinstance(p, slice) else p for p in pieces]
+        )

@@ -22,8 +22,9 @@ POSITION = "batches"
 POSITIONS = "batches_of_processes"
 """Key of a checkpoint's `extra`: the positions of several processes.
 
-Its value has the number of processes, and a list of one position if they are equal, or else of a file of the
-checkpoint for each process, which that process has written: the manifest, which all read, does not grow with them.
+Its value has the number of processes, and a list of one position if they are equal, or else of a
+file of the checkpoint for each process, which that process has written: the manifest, which all
+read, does not grow with them.
 """
 _PROCESSES = "processes"
 _LIST = "positions"
@@ -45,7 +46,7 @@ class PositionMethods(NamedTuple):
 
 
 def position_methods(owner: object) -> PositionMethods | None:
-    """Return the methods by which an object returns and restores its position; None if it has no such pair."""
+    """Return the methods that return and restore an object's position; None if it lacks them."""
     for read, restore in (OWN_STATE, STATE_DICT):
         if has_methods(owner, read, restore):
             return PositionMethods(getattr(owner, read), getattr(owner, restore))
@@ -58,8 +59,12 @@ def is_position(value: object) -> bool:
 
 
 def are_positions(value: object) -> bool:
-    """Whether JSON is what `POSITIONS` describes: one position, or the names of the files of all processes."""
-    if not isinstance(value, dict) or not is_step(value.get(_PROCESSES)) or not isinstance(value.get(_LIST), list):
+    """Whether JSON is what `POSITIONS` describes: one position, or all processes' file names."""
+    if (
+        not isinstance(value, dict)
+        or not is_step(value.get(_PROCESSES))
+        or not isinstance(value.get(_LIST), list)
+    ):
         return False
     count = value[_PROCESSES]
     positions = value[_LIST]
@@ -77,8 +82,10 @@ class SavedPosition(NamedTuple):
     source: str = "the checkpoint"
 
 
-def saved_position(extra: Mapping[str, Any], source: str = "the checkpoint") -> SavedPosition | None:
-    """Return the position of this process in a checkpoint's `extra`, or why it is not known; None without one.
+def saved_position(
+    extra: Mapping[str, Any], source: str = "the checkpoint"
+) -> SavedPosition | None:
+    """Return this process's position in a checkpoint's `extra`, or why it is unknown, or None.
 
     Args:
         extra: As `load_own_position` returns it.
@@ -95,8 +102,8 @@ def saved_position(extra: Mapping[str, Any], source: str = "the checkpoint") -> 
         return SavedPosition(
             position,
             source=source,
-            warning=f"The checkpoint has one position of a loader for {count} processes. Every process resumes from "
-            "it, which is wrong if their loaders do not advance together.",
+            warning=f"The checkpoint has one position of a loader for {count} processes. Every "
+            "process resumes from it, which is wrong if their loaders do not advance together.",
         )
 
     positions = entry[_LIST]
@@ -107,8 +114,8 @@ def saved_position(extra: Mapping[str, Any], source: str = "the checkpoint") -> 
         if saved_count != count:
             return SavedPosition(
                 None,
-                f"the checkpoint was saved by {saved_count} processes, whose loaders had different positions, and this "
-                f"run has {count}. Start the run with {saved_count} processes",
+                f"the checkpoint was saved by {saved_count} processes, whose loaders had different "
+                f"positions, and this run has {count}. Start the run with {saved_count} processes",
                 source=source,
             )
         position = positions[jax.process_index()]
@@ -120,7 +127,7 @@ Files = dict[str, ExternalBytes]
 
 
 class _Summary(NamedTuple):
-    """What the processes exchange instead of their positions, of which each would decode all at each save."""
+    """What processes exchange instead of positions, all of which each would decode at a save."""
 
     progress: str
     digest: str
@@ -128,12 +135,13 @@ class _Summary(NamedTuple):
 
 
 def gather_positions(position: object, progress: Callable[[], str]) -> tuple[dict[str, Any], Files]:
-    """Return what a checkpoint's `extra` has of the positions of all processes, and the files that this one writes.
+    """Return the positions of all processes for a checkpoint's `extra`, and this one's files.
 
     All processes must call it.
 
     Raises:
-        RuntimeError: The processes are not alike: `progress()`, which describes where each is, differs.
+        RuntimeError: The processes are not alike: `progress()`, which describes where each is,
+            differs.
     """
     index = jax.process_index()
     count = jax.process_count()
@@ -144,7 +152,9 @@ def gather_positions(position: object, progress: Callable[[], str]) -> tuple[dic
 
     text = json.dumps(encoded)
     own_summary = _Summary(progress(), _digest(text, attached), encoded is not None)
-    summaries = [_Summary(*json.loads(row)) for row in processes.gather_texts(json.dumps(own_summary))]
+    summaries = [
+        _Summary(*json.loads(row)) for row in processes.gather_texts(json.dumps(own_summary))
+    ]
     _require_alike([summary.progress for summary in summaries])
     if not any(summary.has_position for summary in summaries):
         return {}, {}
@@ -153,11 +163,12 @@ def gather_positions(position: object, progress: Callable[[], str]) -> tuple[dic
         positions = {_PROCESSES: count, _LIST: [encoded]}
         return {POSITION: encoded, POSITIONS: positions}, attached if index == 0 else {}
     file = ExternalBytes(text.encode())
-    return {POSITIONS: {_PROCESSES: count, _LIST: _file_names(count)}}, {_file_name(index): file, **attached}
+    extra = {POSITIONS: {_PROCESSES: count, _LIST: _file_names(count)}}
+    return extra, {_file_name(index): file, **attached}
 
 
 def _digest(text: str, attached: AttachedFiles) -> str:
-    """Hash an encoded position and its files, so that equal positions of all processes have equal hashes."""
+    """Hash an encoded position and its files: equal positions of processes have equal hashes."""
     # Equal positions differ only in the names of their files.
     parts = [text.replace(_file_stem(jax.process_index()), "")]
     parts += [file.hash.hex() for file in attached.values()]
@@ -165,10 +176,10 @@ def _digest(text: str, attached: AttachedFiles) -> str:
 
 
 def load_own_position(extra: dict[str, Any], read_file: Callable[[str], bytes]) -> dict[str, Any]:
-    """Return a checkpoint's `extra` with the position of this process in place of the name of its file.
+    """Return a checkpoint's `extra` with this process's position in place of its file's name.
 
-    If more processes saved it than are running, each also reads some of the others, as `positions_elsewhere` may have
-    to write them again.
+    If more processes saved it than are running, each also reads some of the others, as
+    `positions_elsewhere` may have to write them again.
     """
     entry = extra.get(POSITIONS)
     if not isinstance(entry, Mapping) or not isinstance(entry.get(_LIST), list):
@@ -187,8 +198,8 @@ def load_own_position(extra: dict[str, Any], read_file: Callable[[str], bytes]) 
 def position_in_file(data: bytes) -> Any:
     """Return the position in a file of its own, still encoded.
 
-    What is not JSON is returned as text, and not refused: only `decode_position` does, if a run resumes from it. A
-    checkpoint may be good for everything else.
+    What is not JSON is returned as text, and not refused: only `decode_position` does, if a run
+    resumes from it. A checkpoint may be good for everything else.
     """
     loaded = decode_json(data)
     if loaded is None and data != b"null":
@@ -209,13 +220,13 @@ def _require_alike(progress: Sequence[str]) -> None:
         groups.append(f"{text} on {noun} {format_list(indices, 8)}")
     raise RuntimeError(
         "the processes of this run must run the same iterations, got at this save: "
-        f"{format_list(groups, 8, '; ')}. Nothing is saved; branch only on values that are equal on all processes, "
-        "such as the step or metrics"
+        f"{format_list(groups, 8, '; ')}. Nothing is saved; branch only on values that are equal "
+        "on all processes, such as the step or metrics"
     )
 
 
 def positions_elsewhere(extra: Mapping[str, Any]) -> tuple[dict[str, Any], Files]:
-    """Return the positions in another checkpoint's `extra`, and the files of them that this process writes.
+    """Return the positions in another checkpoint's `extra`, and those files this process writes.
 
     Args:
         extra: As `load_own_position` and `resolve_files` return it.
@@ -262,12 +273,14 @@ def decode_position(encoded: Any, owner: str, source: str = "the checkpoint") ->
         return tagged_json.decode(encoded["value"])
     except UnknownPartError as error:
         raise ValueError(
-            f"{what} has {error.part}, which this version of jstep does not know. The checkpoint is intact: install "
-            "the version that wrote it, which `jstep inspect` shows, or a later one"
+            f"{what} has {error.part}, which this version of jstep does not know. The checkpoint "
+            "is intact: install the version that wrote it, which `jstep inspect` shows, or a later "
+            "one"
         ) from None
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{what} cannot be decoded ({error}); restore the state by Saver.restore and use another checkpoint_dir"
+            f"{what} cannot be decoded ({error}); restore the state by Saver.restore and use "
+            "another checkpoint_dir"
         ) from None
 
 
@@ -287,7 +300,8 @@ def _file_stem(process: int) -> str:
 _SHARE = 0.02
 """The maximum share of the time that reading the position of a loader may take."""
 _QUICK = 5e-5
-"""A position that is read faster than this, in seconds, is read after each batch, however short batches are."""
+"""A position that is read faster than this, in seconds, is read after each batch, however short
+batches are."""
 _END = object()
 _SILENT_SECS = 1.0
 """The seconds after which fetching batches again logs a line."""
@@ -298,8 +312,9 @@ _BATCHES_SINCE = "after"
 class ThrottledPosition:
     """The position of a loader after each batch, read rarely because reading may be slow.
 
-    In between it is the position that was read last, with the number of batches since, which a restart fetches again.
-    Before a save is due it is read, so that a restart has nothing to fetch again.
+    In between it is the position that was read last, with the number of batches since, which a
+    restart fetches again. Before a save is due it is read, so that a restart has nothing to fetch
+    again.
 
     Args:
         ask: Reads the position.
@@ -308,7 +323,10 @@ class ThrottledPosition:
     """
 
     def __init__(
-        self, ask: Callable[[], Any], next_due: Callable[[int], float], clock: Callable[[], float] = time.monotonic
+        self,
+        ask: Callable[[], Any],
+        next_due: Callable[[int], float],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ask = ask
         self._next_due = next_due
@@ -359,4 +377,8 @@ def fetch_again(batches: Iterator[Any], count: int) -> None:
             return
         if not has_told and time.monotonic() - began > _SILENT_SECS:
             has_told = True
-            logger.info("batches: fetches %d batches again, which came after the saved position of the loader", count)
+            logger.info(
+                "batches: fetches %d batches again, which came after the saved position of the "
+                "loader",
+                count,
+            )

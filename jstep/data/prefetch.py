@@ -27,27 +27,31 @@ def prefetch_to_device(
     *,
     state_fn: Callable[[], Any] | None = None,
 ) -> "PrefetchIterator":
-    """Iterate over `iterator` in a background thread that transfers items to the device ahead of use.
+    """Iterate in a background thread, which transfers items to the device ahead of their use.
 
-    While the device computes on one item, the thread reads the next ones and transfers them. The order is preserved. An
-    exception of `iterator` or the transfer is raised by `next` in place of its item. The thread starts immediately. It
-    ends when `iterator` is exhausted, when `close` is called, or when the result is garbage-collected, for example
-    after a `break` out of a `for` loop. It does not keep the process alive.
+    While the device computes on one item, the thread reads the next ones and transfers them. The
+    order is preserved. An exception of `iterator` or the transfer is raised by `next` in place of
+    its item. The thread starts immediately. It ends when `iterator` is exhausted, when `close` is
+    called, or when the result is garbage-collected, for example after a `break` out of a `for`
+    loop. It does not keep the process alive.
 
-    The thread runs in a copy of the caller's context: context variables and JAX settings (`jax.enable_x64`,
-    `jax.set_mesh`, `jax.transfer_guard`, …). A transfer guard applies to the source, but not to the transfer itself.
-    The source may reuse its buffers for the next item: items are copied before the transfer.
+    The thread runs in a copy of the caller's context: context variables and JAX settings
+    (`jax.enable_x64`, `jax.set_mesh`, `jax.transfer_guard`, …). A transfer guard applies to the
+    source, but not to the transfer itself. The source may reuse its buffers for the next item:
+    items are copied before the transfer.
 
     Args:
-        iterator: Any iterable: a list, a generator, `jstep.batches`, or a Grain, PyTorch or tf.data loader. An item is
-            a pytree of numbers and arrays. Arrays of other libraries (PyTorch tensors) are accepted if they have
-            `numpy()`, `__dlpack__` or `__array__`.
+        iterator: Any iterable: a list, a generator, `jstep.batches`, or a Grain, PyTorch or tf.data
+            loader. An item is a pytree of numbers and arrays. Arrays of other libraries (PyTorch
+            tensors) are accepted if they have `numpy()`, `__dlpack__` or `__array__`.
         size: The maximum number of items ahead of the loop, in device memory; at least 1.
-        sharding: Placement of the items: None for the default device, a `jax.sharding.Sharding`, or a tree of shardings
-            that is a prefix of the item. A PartitionSpec refers to the mesh of `jax.set_mesh`. If a sharding spans
-            processes, the rows of each process become its part of one global array.
-        state_fn: A function whose value is stored with each item, such as `iterator.get_state` of a loader with a
-            position. The thread calls it right after reading the item. See `PrefetchIterator.state`.
+        sharding: Placement of the items: None for the default device, a `jax.sharding.Sharding`, or
+            a tree of shardings that is a prefix of the item. A PartitionSpec refers to the mesh of
+            `jax.set_mesh`. If a sharding spans processes, the rows of each process become its part
+            of one global array.
+        state_fn: A function whose value is stored with each item, such as `iterator.get_state` of a
+            loader with a position. The thread calls it right after reading the item. See
+            `PrefetchIterator.state`.
 
     Returns:
         An iterator over the same items as JAX arrays.
@@ -68,13 +72,16 @@ def prefetch_to_device(
         source = iter(iterator)
     except TypeError:
         raise TypeError(
-            f"iterator={format_value(iterator)}: must be iterable; give a loader, a generator or `jstep.batches(...)`"
+            f"iterator={format_value(iterator)}: must be iterable; give a loader, a generator or "
+            "`jstep.batches(...)`"
         ) from None
     size = as_int(size, "size", 1, "the number of items read ahead")
     as_function(state_fn, "state_fn", "() -> state", optional=True)
     place = make_placer(sharding)
     is_fresh = isinstance(source, BatchIterator)  # nobody else has its arrays
-    return PrefetchIterator(source, size, lambda item: place(copy_batch(item, fresh=is_fresh)), state_fn)
+    return PrefetchIterator(
+        source, size, lambda item: place(copy_batch(item, fresh=is_fresh)), state_fn
+    )
 
 
 class PrefetchIterator(Iterator[Any], contextlib.AbstractContextManager["PrefetchIterator"]):
@@ -83,20 +90,26 @@ class PrefetchIterator(Iterator[Any], contextlib.AbstractContextManager["Prefetc
     It is also a context manager, which calls `close` on exit.
 
     Attributes:
-        state: The value of `state_fn` for the last item that `next` has returned, or from before anything was read;
-            None without a `state_fn`. Restored in a new source, it resumes with the next item.
+        state: The value of `state_fn` for the last item that `next` has returned, or from before
+            anything was read; None without a `state_fn`. Restored in a new source, it resumes with
+            the next item.
 
     Example:
         >>> import jstep
         >>> read = []
-        >>> with jstep.prefetch_to_device(map(read.append, range(9)), state_fn=lambda: len(read)) as items:
+        >>> source = map(read.append, range(9))
+        >>> with jstep.prefetch_to_device(source, state_fn=lambda: len(read)) as items:
         ...     _ = next(items)
         ...     print(items.state)
         1
     """
 
     def __init__(
-        self, source: Iterator[Any], size: int, place: Callable[[Any], Any], state_fn: Callable[[], Any] | None
+        self,
+        source: Iterator[Any],
+        size: int,
+        place: Callable[[Any], Any],
+        state_fn: Callable[[], Any] | None,
     ) -> None:
         self.state = state_fn() if state_fn else None
         self._reader = ReaderThread(functools.partial(_read, source, place, state_fn))
@@ -111,7 +124,8 @@ class PrefetchIterator(Iterator[Any], contextlib.AbstractContextManager["Prefetc
     def close(self) -> None:
         """End the thread and drop the items read ahead; `next` raises StopIteration from then on.
 
-        Returns within half a second. A thread that is blocked in its source ends as soon as the source returns.
+        Returns within half a second. A thread that is blocked in its source ends as soon as the
+        source returns.
         """
         self._reader.close()
 
@@ -119,7 +133,9 @@ class PrefetchIterator(Iterator[Any], contextlib.AbstractContextManager["Prefetc
         self.close()
 
 
-def _read(source: Iterator[Any], place: Callable[[Any], Any], state_fn: Callable[[], Any] | None) -> tuple[Any, Any]:
+def _read(
+    source: Iterator[Any], place: Callable[[Any], Any], state_fn: Callable[[], Any] | None
+) -> tuple[Any, Any]:
     item = next(source)
     state = state_fn() if state_fn else None
     return place(item), state
@@ -128,12 +144,15 @@ def _read(source: Iterator[Any], place: Callable[[Any], Any], state_fn: Callable
 class ReaderThread:
     """A thread that calls a function once for each request and returns the results in order.
 
-    It starts with the first request, in the caller's contexts. While it is idle, other code may call the function.
+    It starts with the first request, in the caller's contexts. While it is idle, other code may
+    call the function.
     """
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self._shared = _Shared(SimpleQueue(), SimpleQueue(), threading.Event())
-        self._thread = Thread(target=_serve, args=(read, self._shared), name="jstep-prefetch", daemon=True)
+        self._thread = Thread(
+            target=_serve, args=(read, self._shared), name="jstep-prefetch", daemon=True
+        )
         # Also runs at process exit, which a thread inside of JAX must not outlive.
         self._end = weakref.finalize(self, _end, self._shared, self._thread)
 
@@ -143,7 +162,7 @@ class ReaderThread:
         self._shared.requests.put(count)
 
     def take(self) -> Any:
-        """Wait for the next result; raise StopIteration after an exception was raised or this was closed."""
+        """Wait for the next result; raise StopIteration after an exception or after the end."""
         _, results, has_ended = self._shared
         while not has_ended.is_set():
             try:
@@ -160,7 +179,7 @@ class ReaderThread:
         raise StopIteration
 
     def close(self) -> bool:
-        """End the thread, without waiting long, and drop the results; return whether it has ended."""
+        """End the thread without a long wait, drop the results; return whether it has ended."""
         self._end()
         return not self._thread.is_alive()
 

@@ -1,20 +1,21 @@
 """The number of rows that come from each source of a mixture, in exact arithmetic.
 
-Consider a stage that begins with counts c and ideals I, and whose weights w sum to 1. A fluid flows into the sources at
-one row per time unit. It first fills the sources that are furthest behind, measured by e = c - I, until they are level
-with the next, and then follows the weights: F_s(t) = max(c_s, I_s + w_s·t + level(t)), where the F_s sum to t plus the
-sum of the c_s.
+Consider a stage that begins with counts c and ideals I, and whose weights w sum to 1. A fluid flows
+into the sources at one row per time unit. It first fills the sources that are furthest behind,
+measured by e = c - I, until they are level with the next, and then follows the weights: F_s(t) =
+max(c_s, I_s + w_s·t + level(t)), where the F_s sum to t plus the sum of the c_s.
 
-Row j of a source is due when F_s = j + 1/2, and rows are taken in the order in which they are due; of those due at the
-same time, in the order of sources. The level never falls within a stage. It follows that the errors c - I of any k of n
-sources sum to at most k·(n - k)/2: a single source is never further than (n - 1)/2 from its ideal.
+Row j of a source is due when F_s = j + 1/2, and rows are taken in the order in which they are due;
+of those due at the same time, in the order of sources. The level never falls within a stage. It
+follows that the errors c - I of any k of n sources sum to at most k·(n - k)/2: a single source is
+never further than (n - 1)/2 from its ideal.
 
 If k sources are filling, whose excesses e sum to E and whose weights sum to W, then
 
     level(t) = (E + (1 - W)·t) / k
 
-All e are multiples of 1/_PRECISION, and all w of 1/`CountStage.whole`: with these integers, numbers do not grow from
-source to source, as they would if each level were computed from the one before.
+All e are multiples of 1/_PRECISION, and all w of 1/`CountStage.whole`: with these integers, numbers
+do not grow from source to source, as they would if each level were computed from the one before.
 """
 
 import bisect
@@ -62,7 +63,9 @@ class CountStage:
         excesses: By how much each count exceeds its ideal, in units of 1/_PRECISION.
     """
 
-    def __init__(self, first: int, counts: Counts, excesses: Sequence[int], weights: Weights) -> None:
+    def __init__(
+        self, first: int, counts: Counts, excesses: Sequence[int], weights: Weights
+    ) -> None:
         self.first = first
         self.whole = math.lcm(*(weight.denominator for weight in weights))
         """The sum of all weights, which are integers from here on."""
@@ -86,7 +89,7 @@ class CountStage:
         return tuple(counts.tolist())
 
     def excesses_at(self, rows: int, counts: Counts) -> list[int]:
-        """Return by how much the counts after the first `rows` rows exceed the ideals, in units of 1/_PRECISION."""
+        """Return the counts after the first `rows` rows minus the ideals, times `_PRECISION`."""
         # All in units of 1/(_PRECISION · whole).
         gained = (_integers(counts) - self._counts) * _PRECISION * self.whole
         ideal = self._weights * ((rows - self.first) * _PRECISION)
@@ -94,9 +97,10 @@ class CountStage:
         return [round(Fraction(excess, self.whole)) for excess in excesses.tolist()]
 
     def _latest_half(self, rows: int) -> tuple[int, int]:
-        """Return twice the latest multiple of 1/2 at which at most `rows` rows are due, and how many more are missing.
+        """Return the latest time with at most `rows` rows due, and how many more are missing.
 
-        At any time t since the beginning, between t - n/2 and t + n/2 rows are due if there are n sources.
+        The time is a multiple of 1/2, and is returned doubled. At any time t since the beginning,
+        between t - n/2 and t + n/2 rows are due if there are n sources.
         """
         target = rows - self.first
         sources = len(self.order)
@@ -110,7 +114,9 @@ class CountStage:
         return time, target - rows_due(time)
 
     def _period_at(self, time: int) -> LevelPeriod:
-        number = bisect.bisect_right(self.periods, Fraction(time, 2), key=lambda period: period.start)
+        number = bisect.bisect_right(
+            self.periods, Fraction(time, 2), key=lambda period: period.start
+        )
         return self.periods[number - 1]
 
     def _growth(self, time: int, period: LevelPeriod) -> Any:
@@ -131,7 +137,7 @@ class CountStage:
         return counts
 
     def due(self, source: int, count: int) -> Fraction:
-        """Return the time since the beginning at which a source that has `count` rows gets its next one."""
+        """Return the time from the beginning at which a source with `count` rows gets the next."""
         halves = 2 * (count - int(self._counts[source])) + 1
         distance = halves * _PRECISION + 2 * int(self._excesses[source])
         weight = int(self._weights[source])
@@ -139,7 +145,9 @@ class CountStage:
         def due_in(number: int) -> Fraction:
             period = self.periods[number]
             rate = period.filling * weight + self.whole - period.weight
-            return Fraction((period.filling * distance - 2 * period.excess) * self.whole, 2 * _PRECISION * rate)
+            return Fraction(
+                (period.filling * distance - 2 * period.excess) * self.whole, 2 * _PRECISION * rate
+            )
 
         def is_due_before_end(number: int) -> bool:
             return due_in(number) <= self.periods[number + 1].start
@@ -148,7 +156,9 @@ class CountStage:
         time = due_in(last)
         if time >= self.periods[last].start:  # nearly all rows of a long stage
             return time
-        began = bisect.bisect_right(self.periods, self._ranks[source], key=lambda period: period.filling)
+        began = bisect.bisect_right(
+            self.periods, self._ranks[source], key=lambda period: period.filling
+        )
         return due_in(began + bisect.bisect_left(range(began, last), True, key=is_due_before_end))
 
 
@@ -156,21 +166,28 @@ def _integers(values: Iterable[int]) -> Any:
     return np.array(list(values), object)
 
 
-def _fill(excesses: Sequence[int], weights: Sequence[int], whole: int) -> tuple[list[int], list[LevelPeriod]]:
+def _fill(
+    excesses: Sequence[int], weights: Sequence[int], whole: int
+) -> tuple[list[int], list[LevelPeriod]]:
     """Return the sources with a weight in the order in which they begin to fill, and the periods.
 
-    The more sources are filling, the more slowly the level rises. The time at which a source would begin if no other
-    one did before it is therefore a lower bound, and need not be computed again until it is the least of all.
+    The more sources are filling, the more slowly the level rises. The time at which a source would
+    begin if no other one did before it is therefore a lower bound, and need not be computed again
+    until it is the least of all.
     """
     waiting = [source for source, weight in enumerate(weights) if weight]
     lowest = min(excesses[source] for source in waiting)
     order = [source for source in waiting if excesses[source] == lowest]
-    period = LevelPeriod(Fraction(0), len(order), lowest * len(order), sum(weights[source] for source in order))
+    period = LevelPeriod(
+        Fraction(0), len(order), lowest * len(order), sum(weights[source] for source in order)
+    )
     periods = [period]
 
     def begin(source: int) -> Fraction:
         distance = (period.filling * excesses[source] - period.excess) * whole
-        return Fraction(distance, _PRECISION * (period.filling * weights[source] + whole - period.weight))
+        return Fraction(
+            distance, _PRECISION * (period.filling * weights[source] + whole - period.weight)
+        )
 
     bounds = [(begin(source), source) for source in waiting if excesses[source] != lowest]
     heapq.heapify(bounds)
@@ -183,7 +200,10 @@ def _fill(excesses: Sequence[int], weights: Sequence[int], whole: int) -> tuple[
         heapq.heappop(bounds)
         order.append(source)
         period = LevelPeriod(
-            time, period.filling + 1, period.excess + excesses[source], period.weight + weights[source]
+            time,
+            period.filling + 1,
+            period.excess + excesses[source],
+            period.weight + weights[source],
         )
         periods.append(period)
     return order, periods
@@ -192,8 +212,8 @@ def _fill(excesses: Sequence[int], weights: Sequence[int], whole: int) -> tuple[
 class RowOrder:
     """Rows in the order in which they are due, read one batch after another.
 
-    Invariant: `_counts` are those of the first `rows` rows. `_due` is None, or a heap with the time of the next row of
-    each source that has a weight in the stage of the newest batch, `_stage`.
+    Invariant: `_counts` are those of the first `rows` rows. `_due` is None, or a heap with the time
+    of the next row of each source that has a weight in the stage of the newest batch, `_stage`.
     """
 
     def __init__(self, stages: Staircase[CountStage], rows: int) -> None:
@@ -204,12 +224,12 @@ class RowOrder:
         self._due: list[tuple[Fraction, int]] | None = None
 
     def take(self, size: int) -> CountChanges:
-        """Return the counts of the sources of the next rows, before and after them; the other sources have none."""
+        """Return the counts of the sources of the next rows, before and after; none of others."""
         stage = self._stages.value_at(self.rows)
         is_first = stage is not self._stage
         self._stage = stage
-        # By source, the time depends on the number of sources. By row it depends on that of rows, but the heap must be
-        # built first, which does not pay for a single batch.
+        # By source, the time depends on the number of sources. By row it depends on that of rows,
+        # but the heap must be built first, which does not pay for a single batch.
         if is_first or size >= len(stage.order):
             changes = self._take_by_source(stage, size)
         else:
@@ -230,7 +250,9 @@ class RowOrder:
 
     def _take_by_row(self, stage: CountStage, size: int) -> CountChanges:
         if self._due is None:
-            self._due = [(stage.due(source, self._counts[source]), source) for source in stage.order.tolist()]
+            self._due = [
+                (stage.due(source, self._counts[source]), source) for source in stage.order.tolist()
+            ]
             heapq.heapify(self._due)
         changes: CountChanges = {}
         for _ in range(size):
@@ -242,7 +264,7 @@ class RowOrder:
 
 
 def count_stages(stages: Sequence[tuple[int, Weights]]) -> Staircase[CountStage]:
-    """Return the stages of the counts, from the number of rows before each stage, and its weights."""
+    """Return the stages of the counts from the number of rows before each, and its weights."""
     start, weights = stages[0]
     counts: Counts = (0,) * len(weights)
     stage = CountStage(start, counts, counts, weights)

@@ -20,13 +20,14 @@ from jstep.data.sources import Rows
 from jstep.data.steps import NO_END, Steps
 
 _IF_TRACED = (
-    "batches are made by the host: stack those of an epoch, jax.tree.map(lambda *rows: jnp.stack(rows), *batches[:n]), "
+    "batches are made by the host: stack those of an epoch, "
+    "jax.tree.map(lambda *rows: jnp.stack(rows), *batches[:n]), "
     "and pass the arrays to the compiled function"
 )
 
 
 class BatchSequence(abc.ABC, Generic[T]):
-    """A sequence of batches by step, which can be indexed, sliced, iterated over, and have steps skipped.
+    """A sequence of batches by step: it can be indexed, sliced, iterated over, and skip steps.
 
     Steps count from 0. Negative steps, and steps past the end, raise IndexError.
     """
@@ -38,7 +39,7 @@ class BatchSequence(abc.ABC, Generic[T]):
         self._read = self._reader()
 
     def _reader(self) -> Callable[[int], Any]:
-        """Return a function from step to batch, for one iterator, as it keeps what the next steps need."""
+        """Return a function from step to batch; it keeps what one iterator's next steps need."""
         reader = PlanReader(self._plan)
         sources = [self._rows[name] for name in sorted(self._rows)]
         if len(sources) == 1:  # its rows are in order, and need no indices
@@ -46,7 +47,7 @@ class BatchSequence(abc.ABC, Generic[T]):
         return functools.partial(_read, reader, sources)
 
     def _counts_before(self, step: int) -> dict[str, int]:
-        """Return the number of rows of each source in the batches before a step, in the order of the sources."""
+        """Return the number of rows before a step of each source, in the order of the sources."""
         counts = dict.fromkeys(sorted(self._rows), 0)
         for _, part in self._steps.numbered(0, self._as_step(step, end=1)):
             for name, count in zip(counts, self._plan.counts_of(part), strict=True):
@@ -62,7 +63,9 @@ class BatchSequence(abc.ABC, Generic[T]):
 
         A smaller last batch of an epoch (`drop_remainder=False`) does not count as a change.
         """
-        sizes = self._steps.changes((run.first, run.stop, run.size) for run in self._plan.sizes.runs.values)
+        sizes = self._steps.changes(
+            (run.first, run.stop, run.size) for run in self._plan.sizes.runs.values
+        )
         if not sizes:  # it has no steps
             return self._plan.sizes.runs.value_at(0).size
         return sizes[0] if len(sizes) == 1 else sizes
@@ -82,7 +85,7 @@ class BatchSequence(abc.ABC, Generic[T]):
         """Return the number of rows in the batches before `step`, over all processes."""
 
     def weights(self) -> dict[int, dict[str, float]]:
-        """Return the weights of a mixture by the step from which they hold; empty for other batches.
+        """Return a mixture's weights by the step from which they hold; empty for other batches.
 
         Example:
             >>> import numpy as np, jstep
@@ -95,16 +98,20 @@ class BatchSequence(abc.ABC, Generic[T]):
             return {}
         changes = self._steps.changes(self._plan.weights.stages())
         names = sorted(self._rows)
-        return {step: dict(zip(names, map(float, weights), strict=True)) for step, weights in changes.items()}
+        return {
+            step: dict(zip(names, map(float, weights), strict=True))
+            for step, weights in changes.items()
+        }
 
     def definition(self) -> dict[str, Any]:
-        """Return everything that determines the batches except the values of their rows, as values of JSON.
+        """Return everything that determines the batches, except their rows' values, as JSON.
 
         The result does not depend on the number of processes.
 
         Example:
             >>> import numpy as np, jstep
-            >>> found = jstep.batches(np.arange(100), batch_size=4, seed=1).skip(10, 12).definition()
+            >>> data = jstep.batches(np.arange(100), batch_size=4, seed=1).skip(10, 12)
+            >>> found = data.definition()
             >>> found["rows"], found["batch_size"], found["steps"]
             (100, {'0': 4}, [[0, 10, 1], [12, None, 1]])
         """
@@ -126,15 +133,17 @@ class BatchSequence(abc.ABC, Generic[T]):
         return found
 
     def rows_hash(self) -> str:
-        """Hash the rows that the batches of a finite sequence use, independent of the number of processes.
+        """Hash the rows of a finite sequence of batches, independent of the number of processes.
 
-        It covers the number of rows of each source, and the row numbers of five batches, including the first and last:
-        the rows of a batch depend on the number of rows before it. A hash of all rows would take as long as an epoch.
+        It covers the number of rows of each source, and the row numbers of five batches, including
+        the first and last: the rows of a batch depend on the number of rows before it. A hash of
+        all rows would take as long as an epoch.
 
         Example:
             >>> import numpy as np, jstep
-            >>> one, grown = (jstep.batches(np.arange(100), size, seed=1) for size in (4, {0: 4, 30: 8}))
-            >>> one[:30].rows_hash() == grown[:30].rows_hash(), one[:31].rows_hash() == grown[:31].rows_hash()
+            >>> one = jstep.batches(np.arange(100), 4, seed=1)
+            >>> grown = jstep.batches(np.arange(100), {0: 4, 30: 8}, seed=1)
+            >>> tuple(one[:n].rows_hash() == grown[:n].rows_hash() for n in (30, 31))
             (True, False)
         """
         count = len(self)
@@ -164,7 +173,10 @@ class BatchSequence(abc.ABC, Generic[T]):
         if not 0 <= row < num_rows:
             raise IndexError(f"row={row}: must be in range({num_rows}), the rows of the source")
         if stop is None and self.is_endless:
-            raise ValueError("stop=None: these batches have no end; give stop, the step after the last one to look at")
+            raise ValueError(
+                "stop=None: these batches have no end; give stop, the step after the last one to "
+                "look at"
+            )
         start = self._as_step(start, end=1)
         stop = self._steps.count if stop is None else self._as_step(stop, end=1)
         source = sorted(self._rows).index(name)
@@ -208,8 +220,8 @@ class BatchSequence(abc.ABC, Generic[T]):
     def skip(self, start: int, stop: int) -> Self:
         """Return the batches without steps `start` to `stop - 1`, such as bad data or a loss spike.
 
-        Batch N is `data[N]` below `start` and `data[N + stop - start]` from there on, so skips compose from left to
-        right, and a run can be resumed from a checkpoint before that step.
+        Batch N is `data[N]` below `start` and `data[N + stop - start]` from there on, so skips
+        compose from left to right, and a run can be resumed from a checkpoint before that step.
 
         Example:
             >>> import numpy as np, jstep
@@ -221,10 +233,13 @@ class BatchSequence(abc.ABC, Generic[T]):
         stop = as_int(stop, "stop", 0)
         if stop <= start:
             raise ValueError(
-                f"skip({start}, {stop}): must have start < stop; stop is the step after the last one to skip"
+                f"skip({start}, {stop}): must have start < stop; stop is the step after the last "
+                "one to skip"
             )
         if stop > self._steps.count and not self.is_endless:
-            raise ValueError(f"skip({start}, {stop}): must have stop ≤ {self._steps.count}, the number of steps")
+            raise ValueError(
+                f"skip({start}, {stop}): must have stop ≤ {self._steps.count}, the number of steps"
+            )
         return type(self)(self._plan, self._rows, self._steps.skipped(start, stop))
 
     def from_step(self, step: int) -> "BatchIterator[T]":
@@ -234,7 +249,8 @@ class BatchSequence(abc.ABC, Generic[T]):
     def __len__(self) -> int:
         if self.is_endless:
             raise TypeError(
-                "these batches have no end and no len(): give a slice with a stop, or num_epochs to jstep.batches"
+                "these batches have no end and no len(): give a slice with a stop, or num_epochs "
+                "to jstep.batches"
             )
         return self._steps.count
 
@@ -255,7 +271,9 @@ class BatchSequence(abc.ABC, Generic[T]):
         if min(start or 0, stop or 0) < 0:
             raise IndexError(f"slice {start}:{stop}: must not be negative, steps count up from 0")
         if stride is not None and stride < 0 and start is None and self.is_endless:
-            raise IndexError("a slice that runs backwards needs a start, as these batches have no end")
+            raise IndexError(
+                "a slice that runs backwards needs a start, as these batches have no end"
+            )
         return type(self)(self._plan, self._rows, self._steps.sliced(slice(start, stop, stride)))
 
     def __iter__(self) -> "BatchIterator[T]":
@@ -266,7 +284,10 @@ class BatchSequence(abc.ABC, Generic[T]):
         if step < 0:
             raise IndexError(f"step={step}: must not be negative, steps count up from 0")
         if step >= self._steps.count + end:
-            raise IndexError(f"step={step}: past the end, these batches have the steps 0 to {self._steps.count - 1}")
+            raise IndexError(
+                f"step={step}: past the end, these batches have the steps 0 to "
+                f"{self._steps.count - 1}"
+            )
         return step
 
 
@@ -274,7 +295,9 @@ def _as_bound(part: object, name: str) -> int | None:
     return None if part is None else as_int(part, f"slice {name}", if_traced=_IF_TRACED)
 
 
-def _take(numbers: Callable[[int], RowNumbers], take: Callable[[RowNumbers], Any], step: int) -> Any:
+def _take(
+    numbers: Callable[[int], RowNumbers], take: Callable[[RowNumbers], Any], step: int
+) -> Any:
     return take(numbers(step))
 
 
@@ -291,7 +314,8 @@ def _read(numbers: Callable[[int], list[SourceRows]], sources: Sequence[Rows], s
             first_name = sources[picked[0].source].name
             name = sources[some.source].name
             raise ValueError(
-                f"sources: must have rows of one shape, got {shapes[0]} of {first_name!r}, {shape} of {name!r}"
+                f"sources: must have rows of one shape, got {shapes[0]} of {first_name!r}, {shape} "
+                f"of {name!r}"
             )
     return jax.tree.map(lambda *leaves: _merge_leaves(leaves, indices), *parts)
 
@@ -306,7 +330,8 @@ def _merge_leaves(leaves: Sequence[Any], indices: Sequence[Any]) -> Any:
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             return jnp.concatenate(leaves)[np.argsort(np.concatenate(indices))]
         arrays = [np.asarray(leaf) for leaf in leaves]
-    dtype = max((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize)  # the longest strings
+    # Of strings, the longest ones.
+    dtype = max((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize)
     merged = np.empty((sum(map(len, arrays)), *arrays[0].shape[1:]), dtype)
     for array, targets in zip(arrays, indices, strict=True):
         merged[targets] = array
@@ -345,5 +370,5 @@ class BatchIterator(Iterator[T]):
 
 
 def next_change(sequence: BatchSequence[Any], step: int) -> int | None:
-    """Return the next step whose batch has a different number of rows than that of `step`, or None."""
+    """Return the next step whose batch has another number of rows than that of `step`, or None."""
     return sequence._next_change(step)

@@ -10,7 +10,15 @@ import numpy as np
 
 from jstep.core.checks import describe_type, format_value
 from jstep.core.meshes import internal_transfers
-from jstep.core.trees import all_native, is_key, leading_sizes, native, path_str, quote_path, stack_trees
+from jstep.core.trees import (
+    all_native,
+    is_key,
+    leading_sizes,
+    native,
+    path_str,
+    quote_path,
+    stack_trees,
+)
 from jstep.data.permutation import RowNumbers
 
 _NO_ORDER = "cannot be taken in any order"
@@ -18,7 +26,7 @@ _ITERABLE = "; pass an iterable directly to jstep.train or prefetch_to_device"
 
 
 class ArraySource:
-    """Rows of an array in memory, of a memory map, or of an array of PRNG keys, which stays on its devices."""
+    """Rows of an array, a memory map, or an array of PRNG keys, which stays on its devices."""
 
     def __init__(self, array: Any, path: str) -> None:
         self.path = path
@@ -26,8 +34,10 @@ class ArraySource:
         # np.asarray converts a memory map to the base class, so that its rows are plain arrays.
         with internal_transfers():
             self._array: Any = array if self._is_of_keys else np.asarray(array)
-        # np.take is the faster gather, but it first copies the whole array if that is not contiguous.
-        self._takes = not self._is_of_keys and self._array.flags.c_contiguous and self._array.flags.aligned
+        # np.take is the faster gather, but first copies the whole array if that is not contiguous.
+        self._takes = (
+            not self._is_of_keys and self._array.flags.c_contiguous and self._array.flags.aligned
+        )
 
     def __len__(self) -> int:
         return len(self._array)
@@ -39,7 +49,8 @@ class ArraySource:
         if isinstance(rows, slice):
             array = self._array[rows].copy()  # not a view, which the caller could write to
         elif self._takes:
-            array = self._array.take(rows, 0, None, "clip")  # rows are in range: "clip" only avoids a check of each
+            # Rows are in range: "clip" only avoids a check of each
+            array = self._array.take(rows, 0, None, "clip")
         else:
             array = self._array[rows]
         return native(array, self.path, "")
@@ -48,8 +59,8 @@ class ArraySource:
 class ItemSource:
     """Rows of an object with `__len__` and `__getitem__`: its items, stacked.
 
-    A `__getitem__` for one index may silently do something else with a list. So lists are passed only to
-    `__getitems__`, and to a `__getitem__` known to accept them.
+    A `__getitem__` for one index may silently do something else with a list. So lists are passed
+    only to `__getitems__`, and to a `__getitem__` known to accept them.
     """
 
     def __init__(self, items: Any, path: str, argument: str) -> None:
@@ -70,10 +81,13 @@ class ItemSource:
         if _is_of_same_rows(type(self._items)):
             items = list(self._items.__getitems__(numbers))
             if len(items) != len(numbers):
-                raise ValueError(f"{self._what}: __getitems__ gave {len(items)} items for {len(numbers)} indices")
+                raise ValueError(
+                    f"{self._what}: __getitems__ gave {len(items)} items for {len(numbers)} indices"
+                )
             return self._stack(items, numbers)
         if _takes_lists(type(self._items)):
-            with contextlib.suppress(Exception):  # a library may reject some lists: HDF5 accepts only ascending ones
+            with contextlib.suppress(Exception):
+                # A library may reject some lists: HDF5 accepts only ascending ones.
                 return self._fetch_list(numbers)
         return self._stack([self._items[i] for i in numbers], numbers)
 
@@ -88,7 +102,7 @@ class ItemSource:
             return stack_trees(trees, self._what, lambda i: f"row {numbers[i]}")
 
     def _fetch_list(self, numbers: list[int]) -> Any:
-        """Return the rows that the object returns for a list; raise any error if they may not be those rows."""
+        """Return the rows that the object returns for a list; raise if they may be other rows."""
         batch = jax.tree.map(_as_array, self._items[numbers])
         if list(leading_sizes(batch)) != [len(numbers)]:
             raise ValueError
@@ -119,7 +133,8 @@ def open_rows(arrays: object, argument: str = "arrays", name: str = "") -> Rows:
     `name` is the tree's key in the argument, which begins its paths; empty if it is the argument.
     """
     tree = {name: arrays} if name else arrays
-    # A list holds examples. JAX warns about iterators in a tree; they are leaves here and rejected as sources.
+    # A list holds examples. JAX warns about iterators in a tree; they are leaves here and rejected
+    # as sources.
     leaves, whole = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda x: isinstance(x, list) or hasattr(x, "__next__")
     )
@@ -132,7 +147,9 @@ def open_rows(arrays: object, argument: str = "arrays", name: str = "") -> Rows:
             raise ValueError(f"{argument}: the {type(leaf).__name__} at {source.path} has no rows")
     if len({len(source) for source in sources}) > 1:
         counts = ", ".join(f"{len(source)} at {source.path}" for source in sources)
-        raise ValueError(f"{argument}: all sources must have the same number of rows; there are {counts}")
+        raise ValueError(
+            f"{argument}: all sources must have the same number of rows; there are {counts}"
+        )
     return Rows(sources, treedef.children()[0] if name else treedef, name)
 
 
@@ -149,23 +166,30 @@ def _open(leaf: Any, path: str, argument: str) -> Source:
     if isinstance(leaf, str | bytes):
         raise TypeError(f"{what} is a string, not a source of rows; give a list of strings")
     if isinstance(leaf, Mapping):
-        raise TypeError(f"{what} is a mapping, not a source of rows; give a dict of sources, such as `dict(mapping)`")
+        raise TypeError(
+            f"{what} is a mapping, not a source of rows; give a dict of sources, such as "
+            "`dict(mapping)`"
+        )
     if hasattr(leaf, "columns"):
-        raise TypeError(f"{what} is indexed by column, not by row; give an array, such as `frame.to_numpy()`")
+        raise TypeError(
+            f"{what} is indexed by column, not by row; give an array, such as `frame.to_numpy()`"
+        )
     if not hasattr(leaf, "__getitem__"):
         raise TypeError(f"{what} has no __getitem__, so its rows {_NO_ORDER}{_ITERABLE}")
     try:
         len(leaf)
     except TypeError as error:
-        raise TypeError(f"{what} has no len(), so its rows {_NO_ORDER} ({error}){_ITERABLE}") from None
+        raise TypeError(
+            f"{what} has no len(), so its rows {_NO_ORDER} ({error}){_ITERABLE}"
+        ) from None
     return ItemSource(leaf, path, argument)
 
 
 def _is_of_same_rows(cls: type) -> bool:
     """Whether the class that defines `__getitem__` defines `__getitems__` as well.
 
-    A wrapper that forwards other attributes has the `__getitems__` of the wrapped object, which knows nothing of the
-    wrapper's items; so has a subclass that overrides `__getitem__` alone.
+    A wrapper that forwards other attributes has the `__getitems__` of the wrapped object, which
+    knows nothing of the wrapper's items; so has a subclass that overrides `__getitem__` alone.
     """
     for base in cls.__mro__:
         if "__getitems__" in vars(base):
@@ -175,7 +199,12 @@ def _is_of_same_rows(cls: type) -> bool:
     return False
 
 
-_LIBRARIES = (("h5py", "Dataset"), ("zarr", "Array"), ("torch", "Tensor"), ("torch.utils.data", "TensorDataset"))
+_LIBRARIES = (
+    ("h5py", "Dataset"),
+    ("zarr", "Array"),
+    ("torch", "Tensor"),
+    ("torch.utils.data", "TensorDataset"),
+)
 """Classes whose `__getitem__` accepts a list of indices."""
 
 
@@ -184,7 +213,7 @@ def _takes_lists(cls: type) -> bool:
     method = getattr(cls, "__getitem__", None)
     for module, name in _LIBRARIES:
         library_class = getattr(sys.modules.get(module), name, None)
-        # A module of the user may have the name of a library, and a subclass may override the method.
+        # A user's module may have the name of a library, and a subclass may override the method.
         is_derived = isinstance(library_class, type) and issubclass(cls, library_class)
         if is_derived and method is getattr(library_class, "__getitem__", 0):
             return True
@@ -194,7 +223,8 @@ def _takes_lists(cls: type) -> bool:
 def _as_array(leaf: object) -> Any:
     if isinstance(leaf, Mapping):
         raise TypeError(
-            f"arrays: an item must not have a mapping other than a dict, got {describe_type(leaf)}; return dict(item)"
+            "arrays: an item must not have a mapping other than a dict, got "
+            f"{describe_type(leaf)}; return dict(item)"
         )
     # Masked arrays are rejected later.
     return leaf if isinstance(leaf, jax.Array | np.ma.MaskedArray) else np.asarray(leaf)

@@ -104,7 +104,7 @@ class StepStage(NamedTuple, Generic[T]):
 
 @dataclasses.dataclass(frozen=True)
 class Staircase(Generic[T]):
-    """A piecewise constant function of the step: the first step of each stage, from 0, and its value."""
+    """A piecewise constant function of the step: each stage's first step, from 0, and value."""
 
     firsts: tuple[int, ...]
     values: tuple[T, ...]
@@ -125,17 +125,22 @@ class Staircase(Generic[T]):
         return map(StepStage, self.firsts, (*self.firsts[1:], None), self.values)
 
 
-def staircase(mapping: Mapping[Any, Any], argument: str, check: Callable[[Any, str], T]) -> Staircase[T]:
+def staircase(
+    mapping: Mapping[Any, Any], argument: str, check: Callable[[Any, str], T]
+) -> Staircase[T]:
     """Convert a mapping from step to value to a staircase.
 
     `check(value, name)` returns the validated value, or raises an error that includes `name`.
     """
     if not mapping:
-        raise ValueError(f"{argument}={{}}: must have a value for step 0, as in {{0: …}}, got an empty mapping")
+        raise ValueError(
+            f"{argument}={{}}: must have a value for step 0, as in {{0: …}}, got an empty mapping"
+        )
     keys = {as_int(step, f"{argument}: a step", 0): step for step in mapping}
     if 0 not in keys:
         raise ValueError(
-            f"{argument}: must have a value for step 0, got values for the steps {format_value(sorted(keys))}"
+            f"{argument}: must have a value for step 0, got values for the steps "
+            f"{format_value(sorted(keys))}"
         )
     firsts = tuple(sorted(keys))
     values = [check(mapping[keys[first]], f"{argument}[{first}]") for first in firsts]

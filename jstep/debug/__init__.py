@@ -1,4 +1,4 @@
-"""What happens if a step is computed again? Steps are repeated, compared, and searched for numbers that are not finite.
+"""What happens if a step is computed again? Repeat, compare, and search for non-finite numbers.
 
 - `replay`: the state before a step, and its arguments.
 - `verify_resume`: whether a resumed run has the same bits.

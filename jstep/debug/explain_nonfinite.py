@@ -1,4 +1,4 @@
-"""`explain_nonfinite`: the first update of a run whose result is not finite, its operation, and the rows behind it."""
+"""`explain_nonfinite`: a run's first non-finite update, its operation and the rows behind it."""
 
 import dataclasses
 import os
@@ -36,10 +36,14 @@ class NonFiniteUpdate:
 
     Attributes:
         step: The number of updates before it: the update `step` → `step + 1`.
-        leaves: Path → whether it contains NaN (2) or only infinity (1), of parameters and slots after the update.
-        found: The operation that made the first number that is not finite; None if a repetition is finite.
-        rows: The rows of the batch that alone make the update not finite; None if the step does not take single rows.
-        is_skipped: Whether `skip_nonfinite` or a loss scale skips the update, so that the state stays finite.
+        leaves: Path → whether it contains NaN (2) or only infinity (1), of parameters and slots
+            after the update.
+        found: The operation that made the first number that is not finite; None if a repetition is
+            finite.
+        rows: The rows of the batch that alone make the update not finite; None if the step does not
+            take single rows.
+        is_skipped: Whether `skip_nonfinite` or a loss scale skips the update, so that the state
+            stays finite.
     """
 
     step: int
@@ -66,7 +70,8 @@ class NonFiniteUpdate:
 
 @shortens_tracebacks
 def explain_nonfinite(
-    train_step: Callable[..., tuple[TrainState, Any]] | Mapping[int, Callable[..., tuple[TrainState, Any]]],
+    train_step: Callable[..., tuple[TrainState, Any]]
+    | Mapping[int, Callable[..., tuple[TrainState, Any]]],
     state: TrainState,
     batches: Tree,
     checkpoint_dir: str | os.PathLike[str] | Saver,
@@ -75,18 +80,20 @@ def explain_nonfinite(
     prefix: str = "model",
     batch_sharding: object = None,
 ) -> NonFiniteUpdate | None:
-    """Find the first update of a run whose result is not finite, after its newest finite checkpoint, and explain it.
+    """Explain a run's first update whose result is not finite, after its newest finite checkpoint.
 
-    The steps are repeated as by `replay`, until the loss, a parameter or a slot is not finite; then the update is
-    searched by `find_nonfinite`, and repeated with each row of its batch alone. If all is finite because the latest
-    updates are skipped, as by `skip_nonfinite`, the first of these is explained.
+    The steps are repeated as by `replay`, until the loss, a parameter or a slot is not finite; then
+    the update is searched by `find_nonfinite`, and repeated with each row of its batch alone. If
+    all is finite because the latest updates are skipped, as by `skip_nonfinite`, the first of these
+    is explained.
 
     Args:
         train_step: As given to `train`.
         state: As given to `train`; it is donated.
         batches: As given to `train`, and able to go to a step.
         checkpoint_dir: As given to `train`.
-        last_step: The step at which to give up; None for the step after the last one in the record of the run.
+        last_step: The step at which to give up; None for the step after the last one in the record
+            of the run.
         prefix: The prefix of the checkpoints.
         batch_sharding: As given to `train`.
 
@@ -122,7 +129,15 @@ def explain_nonfinite(
     if update is None:
         return None
     step = update.step
-    found = replay(train_step, state, batches, checkpoint_dir, step, prefix=prefix, batch_sharding=batch_sharding)
+    found = replay(
+        train_step,
+        state,
+        batches,
+        checkpoint_dir,
+        step,
+        prefix=prefix,
+        batch_sharding=batch_sharding,
+    )
     stage = as_stages(train_step).value_at(step)
     operation = find_nonfinite(stage, found.state, *found.args)
     return dataclasses.replace(update, found=operation, rows=_rows(stage, found))
@@ -133,14 +148,17 @@ def _recorded_last_step(checkpoint_dir: str | os.PathLike[str] | Saver, prefix: 
     starts = find_starts(absolute(location(directory, "checkpoint_dir")))
     start = last_trained(starts.get(prefix_of(checkpoint_dir, prefix), ()))
     if start is None or start["step"] is None:
-        raise ValueError("last_step=None: the record of the run has no step; give the step at which to give up")
+        raise ValueError(
+            "last_step=None: the record of the run has no step; give the step at which to give up"
+        )
     return start["step"][1]
 
 
 def _first_nonfinite(calls: Iterator[ReplayedCall]) -> NonFiniteUpdate | None:
     """Return the first update whose result is not finite, without its operation and rows.
 
-    If all are finite, it is the first of the latest updates that were skipped; None if there is none.
+    If all are finite, it is the first of the latest updates that were skipped; None if there is
+    none.
     """
     initial = StateContents(next(calls).state)
     skipped: int | None = None
@@ -158,14 +176,20 @@ def _first_nonfinite(calls: Iterator[ReplayedCall]) -> NonFiniteUpdate | None:
 
 
 def _is_skipped(state: TrainState) -> bool:
-    steps = [state.slots[name] for name in roles_in(state).names_with(Role.LAST_FINITE) if name in state.slots]
+    steps = [
+        state.slots[name]
+        for name in roles_in(state).names_with(Role.LAST_FINITE)
+        if name in state.slots
+    ]
     with internal_transfers():
         return any(int(step) < int(state.global_step) for step in steps)
 
 
 def _copy(state: TrainState) -> TrainState:
     with internal_transfers():
-        return jax.tree.map(lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf, state)
+        return jax.tree.map(
+            lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf, state
+        )
 
 
 def _is_finite(metrics: Any) -> bool:
@@ -175,20 +199,23 @@ def _is_finite(metrics: Any) -> bool:
 
 
 def _rows(step: Any, found: Replay) -> tuple[int, ...] | None:
-    """Return the rows of the batch that alone make the update not finite; None if the step takes no single rows."""
+    """Return rows that alone make the update non-finite; None if the step takes no single rows."""
     sizes = {np.shape(leaf)[0] for leaf in jax.tree.leaves(found.args) if np.ndim(leaf)}
     if len(sizes) != 1:
         return None
     (count,) = sizes
     if count > _MAX_ROWS:
         return None
-    # Compiled once for all rows, and without the donation of a `TrainStep`, as each begins from the same state.
+    # Compiled once for all rows, and without the donation of a `TrainStep`, as each begins from the
+    # same state.
     update = jax.jit(step.__wrapped__ if isinstance(step, TrainStep) else step)
     initial = StateContents(found.state)
     bad: list[int] = []
     try:
         for row in range(count):
-            args = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1] if np.ndim(leaf) else leaf, found.args)
+            args = jax.tree.map(
+                lambda leaf, row=row: leaf[row : row + 1] if np.ndim(leaf) else leaf, found.args
+            )
             state, metrics = update(found.state, *args)
             is_worse = bool(StateContents(state).worse_since(initial)[0])
             if is_worse or not _is_finite(metrics) or _is_skipped(state):

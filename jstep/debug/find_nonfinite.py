@@ -24,13 +24,16 @@ class NonFinite:
     Attributes:
         primitive: The operation, such as `log`.
         source: Its line in the source code, such as "model.py:12 (loss_fn)".
-        where: The enclosing operations, outermost first, such as "jit(loss_fn), scan iteration 3"; or empty.
+        where: The enclosing operations, outermost first, such as "jit(loss_fn), scan iteration 3";
+            or empty.
         inputs: The range of each operand.
         outputs: The range of each result.
-        reaches: Whether a result of the function is non-finite as well, and not hidden by a later `where`.
-        constant: The range of the non-finite constant if no operation made the number, else None. `primitive` and
-            `source` are then the operation that reads it first.
-        differentiated: Whether the operation is in code that is differentiated, so it may be part of the derivative.
+        reaches: Whether a result of the function is non-finite as well, and not hidden by a later
+            `where`.
+        constant: The range of the non-finite constant if no operation made the number, else None.
+            `primitive` and `source` are then the operation that reads it first.
+        differentiated: Whether the operation is in code that is differentiated, so it may be part
+            of the derivative.
     """
 
     primitive: str
@@ -44,9 +47,14 @@ class NonFinite:
 
     def __str__(self) -> str:
         if self.constant is None:
-            lines = [f"the first non-finite number is produced by {self.primitive} at {self.source}"]
+            lines = [
+                f"the first non-finite number is produced by {self.primitive} at {self.source}"
+            ]
         elif self.primitive:
-            lines = [f"a constant is not finite: {self.constant}, first read by {self.primitive} at {self.source}"]
+            lines = [
+                f"a constant is not finite: {self.constant}, first read by {self.primitive} at "
+                f"{self.source}"
+            ]
         else:
             lines = [f"a constant is not finite, and is returned unchanged: {self.constant}"]
         if self.where:
@@ -54,11 +62,13 @@ class NonFinite:
         lines += [f"  operand {i}  {numbers}" for i, numbers in enumerate(self.inputs)]
         lines += [f"  result     {numbers}" for numbers in self.outputs]
         if self.differentiated and self.primitive and self.constant is None:
-            lines.append(f"  If that line has no {self.primitive}, it is part of the derivative of the line.")
+            lines.append(
+                f"  If that line has no {self.primitive}, it is part of the derivative of the line."
+            )
         if not self.reaches:
             lines.append(
-                "  All results of the function are finite: a later operation, such as `where` or the guard of a "
-                "skipped step, selects other numbers."
+                "  All results of the function are finite: a later operation, such as `where` or "
+                "the guard of a skipped step, selects other numbers."
             )
         return "\n".join(lines)
 
@@ -67,17 +77,18 @@ class NonFinite:
 def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
     """Find the first operation in `fn(*args)` that makes a NaN or an infinity from finite numbers.
 
-    The function is traced, and evaluated one operation at a time, also inside jit, scan, while, cond, remat and custom
-    derivatives; a `shard_map`, also of `lanes` on a mesh, is one operation. For a step returned by `minimize`, this
-    covers the loss, its gradient and the update; nothing is donated.
+    The function is traced, and evaluated one operation at a time, also inside jit, scan, while,
+    cond, remat and custom derivatives; a `shard_map`, also of `lanes` on a mesh, is one operation.
+    For a step returned by `minimize`, this covers the loss, its gradient and the update; nothing is
+    donated.
 
-    Infinities among constants (a mask of −inf) are not reported, but a NaN made from them is, as is a number that a
-    later `where` hides, since its derivative often does not hide it. If no operation made the number, it comes from a
-    constant that the function closes over.
+    Infinities among constants (a mask of −inf) are not reported, but a NaN made from them is, as is
+    a number that a later `where` hides, since its derivative often does not hide it. If no
+    operation made the number, it comes from a constant that the function closes over.
 
     Args:
-        fn: Any function of arrays that JAX can trace. Integers, strings and None among its arguments remain Python
-            objects.
+        fn: Any function of arrays that JAX can trace. Integers, strings and None among its
+            arguments remain Python objects.
         *args: Its arguments, with finite numbers.
 
     Returns:
@@ -106,7 +117,11 @@ def _find_first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | 
     _check_finite(args)
     leaves, treedef = trees.flatten(args)
     # The leaves that are traced; integers, strings and None remain Python objects.
-    indices = [i for i, leaf in enumerate(leaves) if trees.is_array(leaf) or isinstance(leaf, float | complex)]
+    indices = [
+        i
+        for i, leaf in enumerate(leaves)
+        if trees.is_array(leaf) or isinstance(leaf, float | complex)
+    ]
     values = [leaves[i] for i in indices]
 
     def fn(*values: object) -> Any:
@@ -127,7 +142,9 @@ def _search(closed: Any, args: list[Any]) -> NonFinite | None:
     if search.found is None:
         if search.constant is None:
             return None
-        return NonFinite(primitive="", source="unknown", where="", inputs=(), constant=search.constant)
+        return NonFinite(
+            primitive="", source="unknown", where="", inputs=(), constant=search.constant
+        )
     *enclosing, innermost = search.found.chain
     operation = innermost.operation
     eqns = [operation.eqn, *(link.operation.eqn for link in reversed(enclosing))]
@@ -148,8 +165,8 @@ def _check_finite(args: tuple[Any, ...]) -> None:
     donated = trees.find_donated(args)
     if donated is not None:
         raise RuntimeError(
-            f"args: {trees.quote_path(donated)} was donated to an earlier step and deleted; use the state that the "
-            "step returned, or that of an earlier step (jstep.replay)"
+            f"args: {trees.quote_path(donated)} was donated to an earlier step and deleted; use "
+            "the state that the step returned, or that of an earlier step (jstep.replay)"
         )
     bad: list[str] = []
     for path, leaf in trees.leaves_with_paths(args):
@@ -160,17 +177,21 @@ def _check_finite(args: tuple[Any, ...]) -> None:
             bad.append(f"{path} ({numbers})")
     if bad:
         raise ValueError(
-            f"args: must be finite, got {format_list(bad, 8, '; ')}. They were made before this call: go back to an "
-            "earlier step (jstep.replay)"
+            f"args: must be finite, got {format_list(bad, 8, '; ')}. They were made before this "
+            "call: go back to an earlier step (jstep.replay)"
         )
 
 
 # Places of operations: their lines in the user's code, and the operations that enclose them.
 
 _OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
-_MACHINERY = tuple(_OURS + name + os.sep for name in ("training", "differentiate", "loop", "debug", "evaluating"))
+_MACHINERY = tuple(
+    _OURS + name + os.sep for name in ("training", "differentiate", "loop", "debug", "evaluating")
+)
 _JAX = os.path.dirname(os.path.realpath(jax.__file__)) + os.sep
-_LIBRARIES = tuple(os.path.realpath(path) + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name)
+_LIBRARIES = tuple(
+    os.path.realpath(path) + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name
+)
 
 
 def source_line(eqns: Sequence[Any], later: Sequence[Any]) -> str:
@@ -178,7 +199,8 @@ def source_line(eqns: Sequence[Any], later: Sequence[Any]) -> str:
 
     Args:
         eqns: The operation and those that enclose it, innermost first.
-        later: Operations after it: the line of the first that has one stands for an operation without one.
+        later: Operations after it: the line of the first that has one stands for an operation
+            without one.
     """
     line = _line(eqns)
     for eqn in later:
@@ -189,15 +211,20 @@ def source_line(eqns: Sequence[Any], later: Sequence[Any]) -> str:
 
 
 def _line(eqns: Sequence[Any]) -> str | None:
-    """Return the innermost line of the user's code, else of jstep or of a library; None if all lines are JAX's."""
+    """Return the innermost line of the user, else of jstep or a library; None if all are JAX's."""
     fallback = None
     for eqn in eqns:
         for frame in jaxprs.source_frames(eqn):
             file = os.path.realpath(frame.file_name)
-            if not frame.file_name or frame.file_name.startswith("<frozen") or file.startswith(_JAX):
+            if (
+                not frame.file_name
+                or frame.file_name.startswith("<frozen")
+                or file.startswith(_JAX)
+            ):
                 continue
             if file.startswith(_MACHINERY):
-                # Lines further out are those that call `train`, and say nothing about the operation.
+                # Lines further out are those that call `train`, and say nothing about the
+                # operation.
                 return _frame_text(fallback or frame)
             if not file.startswith((_OURS, *_LIBRARIES)):
                 return _frame_text(frame)

@@ -1,4 +1,4 @@
-"""The search of `find_nonfinite`: a traced program is evaluated one operation at a time, and each result is checked."""
+"""The search of `find_nonfinite`: evaluate a traced program by operation, and check each result."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,9 @@ def holds_floats(value: object) -> bool:
 
 
 def value_range(value: object) -> Range:
-    return dataclasses.replace(arrays.array_range(np.asarray(value)), dtype=str(jnp.result_type(value)))
+    return dataclasses.replace(
+        arrays.array_range(np.asarray(value)), dtype=str(jnp.result_type(value))
+    )
 
 
 @jax.jit
@@ -36,7 +38,7 @@ def _flags(value: Any) -> Any:
 
 
 class ChainLink(NamedTuple):
-    """An operation in its program; `label` says which of its bodies ran, such as "scan iteration 3"."""
+    """An operation in its program; `label` says which body ran, such as "scan iteration 3"."""
 
     program: Subprogram
     operation: Operation
@@ -55,7 +57,8 @@ class Origin(NamedTuple):
     """Where a value that is not finite comes from, if no operation made it of arguments.
 
     Attributes:
-        order: How many operations ran before the first one that read the constant, or that made it of finite ones.
+        order: How many operations ran before the first one that read the constant, or that made it
+            of finite ones.
         place: That operation; None before it.
         constant: The constant; None if all are finite.
         is_mask: Whether it is infinite, and was only moved so far.
@@ -68,7 +71,7 @@ class Origin(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A value: whether it depends on an argument, has a NaN, and has a number that is not finite."""
+    """A value: whether it depends on an argument, has a NaN, and has a non-finite number."""
 
     value: Any
     depends: bool
@@ -79,9 +82,10 @@ class Value(NamedTuple):
 
 @dataclasses.dataclass
 class Search:
-    """One evaluation. `found` is the first operation that makes a NaN, or an infinity from an argument.
+    """One evaluation; `found` is the first operation to make a NaN, or infinity of an argument.
 
-    If there is none, but a result is not finite: the operation that first read, or made, the constant behind it.
+    If there is none, but a result is not finite: the operation that first read, or made, the
+    constant behind it.
     """
 
     found: Place | None = None
@@ -99,7 +103,10 @@ class Search:
             values: Its constants and arguments.
             depends: Whether each of them is an argument, or depends on one.
         """
-        args = [_constant(value, is_argument) for value, is_argument in zip(values, depends, strict=True)]
+        args = [
+            _constant(value, is_argument)
+            for value, is_argument in zip(values, depends, strict=True)
+        ]
         outs = self._evaluate(body, args)
         self.reaches = any(out.is_bad for out in outs)
         origins = [out.origin for out in outs if out.origin is not None and not out.origin.is_mask]
@@ -109,24 +116,33 @@ class Search:
             self.constant = first.constant
 
     def _evaluate(self, body: Subprogram, args: Sequence[Value]) -> list[Value]:
-        control_flow = {"call": self._call, "cond": self._cond, "scan": self._scan, "while": self._while}
+        control_flow = {
+            "call": self._call,
+            "cond": self._cond,
+            "scan": self._scan,
+            "while": self._while,
+        }
 
         def evaluate_operation(operation: Operation, ins: list[Value]) -> list[Value]:
             with _mesh_of(operation):
                 if operation.kind in ("operation", "shard_map"):
-                    return self._check(body, operation, ins, jaxprs.apply(operation, [item.value for item in ins]))
+                    outs = jaxprs.apply(operation, [item.value for item in ins])
+                    return self._check(body, operation, ins, outs)
                 return control_flow[operation.kind](body, operation, ins)
 
         return jaxprs.evaluate(body, args, evaluate_operation, _constant)
 
-    def _check(self, body: Subprogram, operation: Operation, ins: list[Value], outs: list[Any]) -> list[Value]:
+    def _check(
+        self, body: Subprogram, operation: Operation, ins: list[Value], outs: list[Any]
+    ) -> list[Value]:
         """Note whether an operation made numbers that are not finite, or where they come from."""
         order = next(self._order)
         depends = any(item.depends for item in ins)
         results = [Value(out, depends, *_bad(out)) for out in outs]
         if self.found is not None or not any(result.is_bad for result in results):
             return results
-        is_new_nan = any(result.has_nan for result in results) and not any(item.has_nan for item in ins)
+        has_nan = any(result.has_nan for result in results)
+        is_new_nan = has_nan and not any(item.has_nan for item in ins)
         is_new = is_new_nan or (depends and not any(item.is_bad for item in ins))
         if is_new and operation.name not in HARMLESS:
             self.found = self._place(body, operation, ins, outs)
@@ -134,19 +150,27 @@ class Search:
         origin = _first_origin(ins)
         if origin is None:
             # An infinity that was made of finite constants.
-            origin = Origin(order=order, place=self._place(body, operation, ins, outs), constant=None, is_mask=False)
+            origin = Origin(
+                order=order,
+                place=self._place(body, operation, ins, outs),
+                constant=None,
+                is_mask=False,
+            )
         elif origin.place is None:
             # The first operation that reads the constant.
             origin = origin._replace(order=order, place=self._place(body, operation, ins, outs))
         origin = origin._replace(is_mask=origin.is_mask and operation.name in MOVES)
         return [result._replace(origin=origin if result.is_bad else None) for result in results]
 
-    def _place(self, body: Subprogram, operation: Operation, ins: list[Value], outs: list[Any]) -> Place:
+    def _place(
+        self, body: Subprogram, operation: Operation, ins: list[Value], outs: list[Any]
+    ) -> Place:
         inputs = tuple(map(_range, _values(ins)))
         outputs = tuple(_range(out) for out in outs if out is not None)
         return Place((*self._chain, ChainLink(body, operation)), inputs, outputs)
 
-    # Control flow. If anything in a loop depends on an argument, all of its carry does, as it may in a later iteration.
+    # Control flow. If anything in a loop depends on an argument, all of its carry does, as it may
+    # in a later iteration.
 
     def _evaluate_body(self, link: ChainLink, index: int, args: list[Value]) -> list[Value]:
         """Evaluate a body of an operation."""
@@ -166,7 +190,9 @@ class Search:
 
     def _cond(self, body: Subprogram, operation: Operation, ins: list[Value]) -> list[Value]:
         index = int(np.clip(np.asarray(ins[0].value).astype(int), 0, len(operation.bodies) - 1))
-        return self._evaluate_body(ChainLink(body, operation, f"cond branch {index}"), index, ins[1:])
+        return self._evaluate_body(
+            ChainLink(body, operation, f"cond branch {index}"), index, ins[1:]
+        )
 
     def _scan(self, body: Subprogram, operation: Operation, ins: list[Value]) -> list[Value]:
         const_count, carry_count = operation.counts
@@ -179,7 +205,10 @@ class Search:
         rows: list[list[Value]] = []
         for i in reversed(iterations) if is_reversed else iterations:
             carry = [item._replace(depends=depends) for item in carry]
-            xs = [_derived(lax.index_in_dim(item.value, i, keepdims=False), depends, [item]) for item in stacked]
+            xs = [
+                _derived(lax.index_in_dim(item.value, i, keepdims=False), depends, [item])
+                for item in stacked
+            ]
             label = f"scan iteration {i}, backwards" if is_reversed else f"scan iteration {i}"
             outs = self._evaluate_body(ChainLink(body, operation, label), 0, [*consts, *carry, *xs])
             carry = outs[:carry_count]
@@ -204,7 +233,9 @@ class Search:
             (goes_on,) = self._evaluate_body(condition, 0, [*cond_consts, *carry])
             if not np.any(goes_on.value):
                 break
-            carry = self._evaluate_body(ChainLink(body, operation, f"while iteration {i}"), 1, [*body_consts, *carry])
+            carry = self._evaluate_body(
+                ChainLink(body, operation, f"while iteration {i}"), 1, [*body_consts, *carry]
+            )
         return carry
 
 
@@ -238,12 +269,17 @@ def _derived(value: Any, depends: bool, parts: Sequence[Value]) -> Value:
 
 def _stacked(parts: list[Value], aval: Any, depends: bool) -> Value:
     # A scan without iterations returns zeros.
-    stack = jnp.stack([part.value for part in parts]) if parts else lax.full(aval.shape, 0, aval.dtype)
+    stack = (
+        jnp.stack([part.value for part in parts]) if parts else lax.full(aval.shape, 0, aval.dtype)
+    )
     return _derived(stack, depends, parts)
 
 
 def _first_origin(values: Iterable[Value]) -> Origin | None:
-    """Return the origin that explains a result best: a NaN before an infinity, a mask last, and of equals the first."""
+    """Return the origin that explains a result best.
+
+    A NaN comes before an infinity, a mask last, and of equals the first one.
+    """
     first: Origin | None = None
     first_rank: tuple[bool, bool, float] = (True, True, math.inf)
     for value in values:
@@ -258,12 +294,16 @@ def _first_origin(values: Iterable[Value]) -> Origin | None:
 
 
 def _values(items: Iterable[Value]) -> list[Any]:
-    return [item.value if hasattr(item.value, "dtype") else jnp.asarray(item.value) for item in items]
+    return [
+        item.value if hasattr(item.value, "dtype") else jnp.asarray(item.value) for item in items
+    ]
 
 
 def _mesh_of(operation: Operation) -> contextlib.AbstractContextManager[Any]:
-    """Set the mesh on which an operation was traced: in a region of `auto_axes`, it is another one than around it."""
-    meshes = [out.aval.sharding.mesh for out in operation.eqn.outvars if hasattr(out.aval, "sharding")]
+    """Set the mesh on which an operation was traced, which differs in a region of `auto_axes`."""
+    meshes = [
+        out.aval.sharding.mesh for out in operation.eqn.outvars if hasattr(out.aval, "sharding")
+    ]
     if not meshes or meshes[0].empty or meshes[0] == jax.sharding.get_abstract_mesh():
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(meshes[0])

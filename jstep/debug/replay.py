@@ -1,4 +1,4 @@
-"""`replay`: the state of a run before a step and the arguments of that step, compared with the record of the run."""
+"""`replay`: a run's state before a step, and that step's arguments, compared with its record."""
 
 import contextlib
 import functools
@@ -39,7 +39,7 @@ from jstep.training.metrics import LOSS
 
 
 class Replay(NamedTuple):
-    """State and arguments before the update `step` → step + 1; `train_step(state, *args)` repeats the update.
+    """State and arguments of update `step` → step + 1, which `train_step(state, *args)` repeats.
 
     Attributes:
         state: The state before the update.
@@ -52,7 +52,8 @@ class Replay(NamedTuple):
 
 @shortens_tracebacks
 def replay(
-    train_step: Callable[..., tuple[TrainState, Any]] | Mapping[int, Callable[..., tuple[TrainState, Any]]],
+    train_step: Callable[..., tuple[TrainState, Any]]
+    | Mapping[int, Callable[..., tuple[TrainState, Any]]],
     state: TrainState,
     batches: Tree,
     checkpoint_dir: str | os.PathLike[str] | Saver | None,
@@ -63,36 +64,38 @@ def replay(
     batch_sharding: object = None,
     start: int | None = None,
 ) -> Replay:
-    """Return the state before the update `step` → step + 1 of an earlier run, and its arguments, bit for bit.
+    """Return state and arguments before update `step` → step + 1 of an earlier run, bit for bit.
 
-    The newest intact checkpoint up to that step, or up to `start`, is restored, or else `state` is taken, and the steps
-    after it are run again. Nothing is written. States are compared with the run's fingerprints (`FingerprintHook`), or
-    else losses with those that it recorded; a difference is an error.
+    The newest intact checkpoint up to that step, or up to `start`, is restored, or else `state` is
+    taken, and the steps after it are run again. Nothing is written. States are compared with the
+    run's fingerprints (`FingerprintHook`), or else losses with those that it recorded; a difference
+    is an error.
 
-    For a loss that is NaN at step 7310, replay 7309; `find_nonfinite(train_step, state, *args)` finds the operation.
+    For a loss that is NaN at step 7310, replay 7309; `find_nonfinite(train_step, state, *args)`
+    finds the operation.
 
-    Changes that hooks such as `ReduceOnPlateau` made to the state after that checkpoint are not replayed. The position
-    of a loader is changed; reset the loader before another use.
+    Changes that hooks such as `ReduceOnPlateau` made to the state after that checkpoint are not
+    replayed. The position of a loader is changed; reset the loader before another use.
 
     Args:
         train_step: As given to `train`.
         state: As given to `train`. It is donated.
-        batches: As given to `train`: an object with `batches[N]`, a function of the step, or a loader whose position is
-            saved.
+        batches: As given to `train`: an object with `batches[N]`, a function of the step, or a
+            loader whose position is saved.
         checkpoint_dir: As given to `train`.
         step: The number of updates before the one to replay, ≥ 0.
         prefix: The prefix of the checkpoints.
         steps_per_call: As given to `train`.
         batch_sharding: As given to `train`.
-        start: The newest step from whose checkpoint to start; None for any. A corrupted checkpoint is skipped with a
-            warning.
+        start: The newest step from whose checkpoint to start; None for any. A corrupted checkpoint
+            is skipped with a warning.
 
     Returns:
         A `Replay`: `state`, whose global_step is `step`, and `args`.
 
     Raises:
-        ValueError: There is no intact checkpoint or state before the step, the batches cannot be set to it, or a state
-            or a loss is not the one that the run has recorded.
+        ValueError: There is no intact checkpoint or state before the step, the batches cannot be
+            set to it, or a state or a loss is not the one that the run has recorded.
 
     Example:
         >>> import jax.numpy as jnp, jstep, tempfile
@@ -108,7 +111,9 @@ def replay(
         5 3.0625 5.0
     """
     step = as_int(step, "step", 0, "the number of updates before the one to replay")
-    newest = step if start is None else min(step, as_int(start, "start", 0, "the step of a checkpoint"))
+    newest = (
+        step if start is None else min(step, as_int(start, "start", 0, "the step of a checkpoint"))
+    )
     run = RunArguments(train_step, batches, checkpoint_dir, prefix, steps_per_call, batch_sharding)
     for call in replay_calls(run, state, step, newest=newest, read_next_batch=True):
         last = call
@@ -127,7 +132,7 @@ class RunArguments(NamedTuple):
 
 
 class ReplayedCall(NamedTuple):
-    """The state after a call, or at the checkpoint from which a replay starts; `args` are those of the next update."""
+    """The state after a call, or at the checkpoint of a replay; `args` are of the next update."""
 
     step: int
     state: TrainState
@@ -143,7 +148,7 @@ def loss_in(metrics: Any) -> np.ndarray[Any, Any] | None:
 
 
 def prefix_of(checkpoint_dir: Any, prefix: str) -> str:
-    """Return the prefix of a run, which is that of a `Saver` unless the user has given another one."""
+    """Return the prefix of a run: that of a `Saver` unless the user has given another one."""
     if isinstance(checkpoint_dir, Saver) and prefix == "model":
         return checkpoint_dir.prefix
     return prefix
@@ -165,7 +170,8 @@ def replay_calls(
         state: The state that `train` was given, which is donated.
         step: The last step.
         newest: The step up to which checkpoints are restored.
-        read_next_batch: Whether to yield the last state once more, with the arguments of the next update.
+        read_next_batch: Whether to yield the last state once more, with the arguments of the next
+            update.
         is_finite: Whether to start from a checkpoint only if its parameters are finite.
     """
     batches = run.batches
@@ -189,17 +195,22 @@ def replay_calls(
     source = open_source(batches, start, last_batch, origin.position, state=lambda: current.state)
     is_lost = source.has_position and origin.position is None and start > 0
     if is_lost or not source.is_seekable:
-        why = f"the checkpoint of step {start} has no position for them" if is_lost else "they have no position to set"
+        why = "they have no position to set"
+        if is_lost:
+            why = f"the checkpoint of step {start} has no position for them"
         raise ValueError(
-            f"batches={format_value(batches)}: must be able to go to step {start}, and {why}; give jstep.batches, a "
-            "list, a function of the step, or a loader with get_state and set_state"
+            f"batches={format_value(batches)}: must be able to go to step {start}, and {why}; give "
+            "jstep.batches, a list, a function of the step, or a loader with get_state and "
+            "set_state"
         )
     items = iter(BatchReader(source))
     table = ProgramTable(stages, steps_per_call, state=origin.state)
     dispatch = Dispatch(table)
     # Calls end at the steps of which the run has recorded something, too.
     ends = ProgramChanges(stages, source.next_change).end_steps(start, step, recorded.next_step)
-    chunks = functools.partial(make_chunks, items, sharding=batch_sharding, on_device=table.on_device)
+    chunks = functools.partial(
+        make_chunks, items, sharding=batch_sharding, on_device=table.on_device
+    )
     for chunk in chunks(start, table.program_for, ends=ends):
         new_state, metrics, *_ = dispatch(current.state, chunk)
         current = ReplayedCall(chunk.first + chunk.steps, new_state, metrics)
@@ -211,8 +222,8 @@ def replay_calls(
         next_chunk = next(chunks(step, lambda first, *_: Program(table.stage_of(first))), None)
         if current.step < step or next_chunk is None:
             raise ValueError(
-                f"step={step}: the batches end after {current.step} of the {step + 1} that it needs; give those of "
-                "that run"
+                f"step={step}: the batches end after {current.step} of the {step + 1} that it "
+                "needs; give those of that run"
             )
         args = next_chunk.args
     check_step(current.step, current.state, start if current.step > start else None)
@@ -231,7 +242,7 @@ def _run_directory(checkpoint_dir: Any) -> str | None:
 
 
 class _RecordedNumbers:
-    """The fingerprints that a run has recorded for the steps (start, stop] of a replay, or else its losses."""
+    """A run's recorded fingerprints, or else losses, for the steps (start, stop] of a replay."""
 
     def __init__(self, directory: str | None, prefix: str, start: int, stop: int) -> None:
         self._start = start
@@ -274,9 +285,10 @@ class _RecordedNumbers:
 
     def _error(self, what: str, step: int, found: str, expected: str) -> ValueError:
         return ValueError(
-            f"replay: the {what} at step {step} is not the one of the run: {found}, that of the run {expected}. "
-            f"From step {self._start} on, train_step, the batches (the state of the loader, its data) or what "
-            "hooks changed differ; find the first step with jstep.replay of earlier ones"
+            f"replay: the {what} at step {step} is not the one of the run: {found}, that of the "
+            f"run {expected}. From step {self._start} on, train_step, the batches (the state of "
+            "the loader, its data) or what hooks changed differ; find the first step with "
+            "jstep.replay of earlier ones"
         )
 
     def log(self) -> None:
@@ -285,7 +297,10 @@ class _RecordedNumbers:
             steps = format_list([str(step) for step in self._steps], 8)
             logger.info("replay: compared with the run's %s at steps %s", kind, steps)
         elif self._start < self._stop:
-            text = "replay: compared with nothing: the run has recorded no fingerprint or loss of steps %d to %d"
+            text = (
+                "replay: compared with nothing: the run has recorded no fingerprint or loss of "
+                "steps %d to %d"
+            )
             logger.info(text, self._start + 1, self._stop)
 
 
@@ -312,11 +327,12 @@ def _open_saver(checkpoint_dir: Any, prefix: str) -> contextlib.AbstractContextM
 def _restore_newest(
     state: TrainState, checkpoint_dir: Any, prefix: str, step: int, newest: int, *, is_finite: bool
 ) -> _Origin | None:
-    """Restore the newest intact checkpoint up to a step, and if `is_finite`, one with finite parameters."""
+    """Restore the newest intact checkpoint up to a step, if `is_finite` with finite parameters."""
     if checkpoint_dir is None:
         return None
     with _open_saver(checkpoint_dir, prefix) as saver:
-        for start in sorted((saved for saved in saver.all_steps() if saved <= newest), reverse=True):
+        steps = [saved for saved in saver.all_steps() if saved <= newest]
+        for start in sorted(steps, reverse=True):
             name = checkpoint_name(saver.prefix, start)
             try:
                 with internal_transfers():
@@ -344,10 +360,12 @@ def _given_state(state: TrainState, checkpoint_dir: Any, prefix: str, step: int)
     where = "no checkpoint_dir was given"
     if checkpoint_dir is not None:
         with _open_saver(checkpoint_dir, prefix) as saver:
-            directory = saver.directory if isinstance(checkpoint_dir, Saver) else os.fspath(checkpoint_dir)
+            directory = (
+                saver.directory if isinstance(checkpoint_dir, Saver) else os.fspath(checkpoint_dir)
+            )
             where = f"the checkpoints in {directory} are of {saver.all_steps()}"
     problem = "was donated" if start is None else f"is at step {start}"
     raise ValueError(
-        f"step={step}: nothing lies before it: {where}, and the state given {problem}; give the state that the run "
-        "started from, or a later step"
+        f"step={step}: nothing lies before it: {where}, and the state given {problem}; give the "
+        "state that the run started from, or a later step"
     )

@@ -1,4 +1,4 @@
-"""`verify_resume`: whether a run that is resumed from a checkpoint has the bits of one that was not stopped."""
+"""`verify_resume`: whether a resumed run is bitwise identical to one that was not stopped."""
 
 import dataclasses
 import tempfile
@@ -35,8 +35,8 @@ class ResumeReport:
 
     Attributes:
         ok: Whether a run that is resumed in a new process ends in the same state, bit for bit.
-        first_difference: The path of the first leaf that differs; None if none does. A step that is another program in
-            each process may make no difference within one.
+        first_difference: The path of the first leaf that differs; None if none does. A step that is
+            another program in each process may make no difference within one.
         cause: The likely cause; empty if `ok`.
         differing: The paths of all leaves that differ.
     """
@@ -68,11 +68,12 @@ def verify_resume(
     at: int,
     steps: int,
 ) -> ResumeReport:
-    """Run `steps` steps uninterrupted, and again with a checkpoint and a restart after `at`; compare bit for bit.
+    """Run `steps` steps, and again with a checkpoint and a restart after `at`; compare bit for bit.
 
-    The restart is a call of `train`, so an error with which a run could not be resumed is raised here, too. It is in
-    this process, which compiles a step once: each step is therefore traced again, and both programs are compared. A
-    step that draws from `np.random`, or reads a counter or a clock while it is traced, is reported with its line.
+    The restart is a call of `train`, so an error with which a run could not be resumed is raised
+    here, too. It is in this process, which compiles a step once: each step is therefore traced
+    again, and both programs are compared. A step that draws from `np.random`, or reads a counter or
+    a clock while it is traced, is reported with its line.
 
     Args:
         make_state: Returns the initial state, the same each time it is called.
@@ -86,7 +87,8 @@ def verify_resume(
 
     Raises:
         RuntimeError: make_state returned a state that was donated to an earlier step.
-        ValueError: Not 0 < at < steps, there are fewer batches than steps, or they cannot be read again.
+        ValueError: Not 0 < at < steps, there are fewer batches than steps, or they cannot be read
+            again.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -94,7 +96,8 @@ def verify_resume(
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
         >>> def make_state():
         ...     return jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> print(jstep.verify_resume(make_state, train_step, lambda step: jnp.float32(step), at=3, steps=6))
+        >>> batches = lambda step: jnp.float32(step)
+        >>> print(jstep.verify_resume(make_state, train_step, batches, at=3, steps=6))
         resuming changes nothing: both runs end in the same state, bit for bit
     """
     at = as_int(at, "at")
@@ -106,8 +109,9 @@ def verify_resume(
     position = None if owner is None else loader_position(owner)
     if owner is None and hasattr(batches, "__next__"):
         raise ValueError(
-            f"batches={format_value(batches)}: is an iterator without a position, which is lost with its process; give "
-            "jstep.batches, a function of the step, or a loader with get_state and set_state"
+            f"batches={format_value(batches)}: is an iterator without a position, which is lost "
+            "with its process; give jstep.batches, a function of the step, or a loader with "
+            "get_state and set_state"
         )
 
     def run(count: int, saver: Saver | None = None) -> Bits:
@@ -119,7 +123,9 @@ def verify_resume(
         with internal_transfers():
             missing = last - global_step(state)
         if missing:
-            raise ValueError(f"batches ended after {count - missing} steps; steps={steps} of them are needed")
+            raise ValueError(
+                f"batches ended after {count - missing} steps; steps={steps} of them are needed"
+            )
         return _bits_of(state)
 
     def reset_loader() -> None:
@@ -144,32 +150,40 @@ def verify_resume(
         cause = _NO_POSITION
     else:
         cause = _HIDDEN_STATE
-    return ResumeReport(ok=False, first_difference=differing[0], cause=cause, differing=tuple(differing))
+    return ResumeReport(
+        ok=False, first_difference=differing[0], cause=cause, differing=tuple(differing)
+    )
 
 
 _NOT_FUNCTIONS = (
-    "two uninterrupted runs differ as well: the step, make_state or the batches are not functions of their arguments "
-    "(a random generator without a fixed seed, a loader that resumes beside its position, or an operation that is not "
-    "deterministic)"
+    "two uninterrupted runs differ as well: the step, make_state or the batches are not functions "
+    "of their arguments (a random generator without a fixed seed, a loader that resumes beside its "
+    "position, or an operation that is not deterministic)"
 )
 _NO_POSITION = (
-    "batches is an iterable without a position, which starts from scratch after a restart: use jstep.batches, a "
-    "function of the step, or an iterator with get_state and set_state"
+    "batches is an iterable without a position, which starts from scratch after a restart: use "
+    "jstep.batches, a function of the step, or an iterator with get_state and set_state"
 )
 _HIDDEN_STATE = (
-    "something that the steps depend on is not in the state: a generator or counter inside train_step or the batches. "
-    "Derive it from the step (minimize(..., rng=key), batches[N]), or keep it in params, slots or model_state"
+    "something that the steps depend on is not in the state: a generator or counter inside "
+    "train_step or the batches. Derive it from the step (minimize(..., rng=key), batches[N]), or "
+    "keep it in params, slots or model_state"
 )
 
 
-# A step that is compiled runs its Python code once in a process. What that reads outside of its arguments is a constant
-# of the program, so that both runs above have it; a new process would read something else.
+# A step that is compiled runs its Python code once in a process. What that reads outside of its
+# arguments is a constant of the program, so that both runs above have it; a new process would read
+# something else.
 
 
 def _impurity(
-    train_step: Any, batches: Tree, steps: int, make_state: Callable[[], TrainState], reset_loader: Callable[[], None]
+    train_step: Any,
+    batches: Tree,
+    steps: int,
+    make_state: Callable[[], TrainState],
+    reset_loader: Callable[[], None],
 ) -> str:
-    """Return what a step reads while it is traced, as a cause; "" if it is traced alike each time."""
+    """Return what a step reads while it is traced, as a cause; "" if all traces are alike."""
     with internal_transfers():
         start = global_step(make_state())
     for first, _, step in as_stages(train_step).stages():
@@ -186,8 +200,8 @@ def _impurity(
         if traced is None:
             # It is not compiled, so its Python code has run at each step.
             continue
-        # Functions that the step calls may be jitted, and JAX keeps their programs. It traces them anew if a setting
-        # differs; this one changes no program.
+        # Functions that the step calls may be jitted, and JAX keeps their programs. It traces them
+        # anew if a setting differs; this one changes no program.
         mode = jax.config.jax_numpy_rank_promotion  # type: ignore[attr-defined]  # created at run time
         promotion = "allow" if mode == "warn" else "warn"
         with warnings.catch_warnings(), jax.numpy_rank_promotion(promotion):
@@ -198,17 +212,20 @@ def _impurity(
         different = find_difference(traced.jaxpr, traced_again.jaxpr)
         where = f": at {source_line(tuple(reversed(different)), ())}" if different else ""
         return (
-            f"{name_of_step(step)} is another program each time that it is traced{where}. It reads something that is "
-            "not among its arguments, such as np.random, a counter or a clock, whose value is a constant of the "
-            "program: a new process would resume with another one. Derive it from the step (minimize(..., rng=key), "
-            "batches[N]), or keep it in params, slots or model_state"
+            f"{name_of_step(step)} is another program each time that it is traced{where}. It reads "
+            "something that is not among its arguments, such as np.random, a counter or a clock, "
+            "whose value is a constant of the program: a new process would resume with another "
+            "one. Derive it from the step (minimize(..., rng=key), batches[N]), or keep it in "
+            "params, slots or model_state"
         )
     return ""
 
 
 def _bits_of(state: TrainState) -> Bits:
     """Copies of each leaf: dtype, shape and bytes."""
-    arrays = {path: np.asarray(trees.key_data(leaf)) for path, leaf in trees.leaves_with_paths(state)}
+    arrays = {
+        path: np.asarray(trees.key_data(leaf)) for path, leaf in trees.leaves_with_paths(state)
+    }
     return {path: (array.dtype, array.shape, array.tobytes()) for path, array in arrays.items()}
 
 

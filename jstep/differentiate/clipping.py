@@ -55,10 +55,14 @@ def clip_by_value(t: T, min: Number | Array, max: Number | Array) -> T:
 def clip_values(t: Tree, low: Any, high: Any) -> Any:
     def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
         if jnp.iscomplexobj(x):
-            raise TypeError(f"clip_by_value: {trees.leaf_at(path)} is {x.dtype}, and complex numbers have no order")
+            raise TypeError(
+                f"clip_by_value: {trees.leaf_at(path)} is {x.dtype}, "
+                "and complex numbers have no order"
+            )
         least = jnp.asarray(low).astype(x.dtype)
         most = jnp.asarray(high).astype(x.dtype)
-        # Broadcast here: while JAX's rank promotion is "raise", `jnp.clip` accepts only scalars and the rank of x.
+        # Broadcast here: while JAX's rank promotion is "raise", `jnp.clip` accepts only scalars and
+        # the rank of x.
         if least.ndim:
             least = jnp.broadcast_to(least, x.shape)
         if most.ndim:
@@ -75,7 +79,8 @@ def clip_by_norm(t: T, clip_norm: Number, axes: int | tuple[int, ...] | None = N
     Args:
         t: An array or a tree of arrays.
         clip_norm: The maximum norm, a scalar > 0.
-        axes: The axes over which the norm is computed, such as 1 for the rows of a matrix; None for all.
+        axes: The axes over which the norm is computed, such as 1 for the rows of a matrix; None for
+            all.
 
     Returns:
         The clipped tree, with the same dtypes; values within the norm are unchanged.
@@ -138,7 +143,11 @@ def _check_norm(clip_norm: Any) -> None:
 
 @supports_meshes("tree")
 def clip_norms(
-    tree: Tree, limit: Any, name: str, norm_of: Callable[[Array, tuple[int, ...]], Array], norm: Any = None
+    tree: Tree,
+    limit: Any,
+    name: str,
+    norm_of: Callable[[Array, tuple[int, ...]], Array],
+    norm: Any = None,
 ) -> Any:
     """Scale arrays to a norm, `norm` or `norm_of(array, dense shape)`, that is not checked."""
 
@@ -157,7 +166,8 @@ def global_norm(tree: Tree) -> Array:
         tree: An array or a tree of arrays. Repeated rows of an `IndexedSlices` are summed first.
 
     Returns:
-        A float32 scalar (float64 if a leaf is float64); 0 for a tree without leaves. Norms above 1.8e19 are infinite.
+        A float32 scalar (float64 if a leaf is float64); 0 for a tree without leaves. Norms above
+        1.8e19 are infinite.
 
     Raises:
         TypeError: A leaf is not an array of numbers (names its path).
@@ -179,10 +189,13 @@ def _numbers(tree: Tree, name: str) -> Iterator[tuple[tuple[Any, ...], Array]]:
             continue
         path = trees.path_str(keys)
         _refuse_list(keys, x, name)
-        array = combine_rows(x, path).values if isinstance(x, IndexedSlices) else number(x, path, name)
+        array = (
+            combine_rows(x, path).values if isinstance(x, IndexedSlices) else number(x, path, name)
+        )
         if not jnp.issubdtype(array.dtype, jnp.inexact):
             array = array.astype(jnp.float32)
-        # Computed first: on a CPU, XLA would otherwise merge these squares with the optimizer's g² and keep the array.
+        # Computed first: on a CPU, XLA would otherwise merge these squares with the optimizer's g²
+        # and keep the array.
         yield keys, *compute_first(array)
 
 
@@ -191,11 +204,13 @@ def layer_norms(tree: Tree, depth: int = 1) -> dict[str, Array]:
     """L2 norms of the layers of a tree: path → √(Σ ‖leaf‖²) over the leaves below it.
 
     Args:
-        tree: A tree of arrays. None leaves are omitted. Repeated rows of an `IndexedSlices` are summed first.
+        tree: A tree of arrays. None leaves are omitted. Repeated rows of an `IndexedSlices` are
+            summed first.
         depth: The number of keys in the path of a layer, ≥ 1, or fewer for a leaf with fewer.
 
     Returns:
-        Float32 scalars by path, such as `"decoder"` or, with `depth=2`, `"decoder/0"`, in the order of the leaves.
+        Float32 scalars by path, such as `"decoder"` or, with `depth=2`, `"decoder/0"`, in the order
+        of the leaves.
 
     Raises:
         ValueError: Two layers have the same path, as with keys that contain a slash.
@@ -204,7 +219,8 @@ def layer_norms(tree: Tree, depth: int = 1) -> dict[str, Array]:
         >>> import jstep
         >>> norms = [lambda g, u, p: {f"grad_norm/{k}": v for k, v in jstep.layer_norms(g).items()}]
         >>> optimizer = jstep.gradient_descent(0.5)
-        >>> step = jstep.minimize(lambda params: params["a"] ** 2 - params["b"], optimizer, metrics=norms)
+        >>> loss_fn = lambda params: params["a"] ** 2 - params["b"]
+        >>> step = jstep.minimize(loss_fn, optimizer, metrics=norms)
         >>> _, metrics = step(jstep.TrainState.create({"a": 2.0, "b": 1.0}, optimizer))
         >>> {name: float(value) for name, value in metrics.items() if "norm" in name}
         {'grad_norm/a': 4.0, 'grad_norm/b': 1.0}
@@ -217,14 +233,21 @@ def layer_norms(tree: Tree, depth: int = 1) -> dict[str, Array]:
     for keys, arrays in layers.items():
         path = trees.path_str(keys)
         if path in norms:
-            raise ValueError(f"tree: must have a path of its own for each layer, got {path!r} for two; rename a key")
+            raise ValueError(
+                "tree: must have a path of its own for each layer, "
+                f"got {path!r} for two; rename a key"
+            )
         norms[path] = compute_norm(arrays).astype(jnp.float32)
     return norms
 
 
 @shortens_tracebacks
-def clip_by_global_norm(tree: T, clip_norm: Number, use_norm: Array | None = None) -> tuple[T, Array]:
-    """Clip by global norm: scale all leaves by clip_norm / norm if norm > clip_norm, norm = `global_norm(tree)`.
+def clip_by_global_norm(
+    tree: T, clip_norm: Number, use_norm: Array | None = None
+) -> tuple[T, Array]:
+    """Clip by global norm: scale all leaves by clip_norm / norm if norm > clip_norm.
+
+    The norm is `global_norm(tree)`.
 
     Args:
         tree: An array or a tree of arrays.
@@ -232,8 +255,8 @@ def clip_by_global_norm(tree: T, clip_norm: Number, use_norm: Array | None = Non
         use_norm: The precomputed norm, if available.
 
     Returns:
-        The clipped tree, with the same dtypes, and the norm before clipping. If the norm is not finite, every leaf
-        becomes NaN.
+        The clipped tree, with the same dtypes, and the norm before clipping. If the norm is not
+        finite, every leaf becomes NaN.
 
     Raises:
         TypeError: A leaf is not floating point (names its path).
@@ -241,11 +264,13 @@ def clip_by_global_norm(tree: T, clip_norm: Number, use_norm: Array | None = Non
 
     Example:
         >>> import jax.numpy as jnp, jstep
-        >>> clipped, norm = jstep.clip_by_global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0])}, 1.0)
+        >>> tree = {"a": jnp.array([3.0]), "b": jnp.array([4.0])}
+        >>> clipped, norm = jstep.clip_by_global_norm(tree, 1.0)
         >>> print(clipped["a"], clipped["b"], norm)
         [0.6] [0.8] 5.0
 
-    Source: Pascanu et al., "On the difficulty of training Recurrent Neural Networks" (2012); `tf.clip_by_global_norm`.
+    Source: Pascanu et al., "On the difficulty of training Recurrent Neural Networks" (2012);
+    `tf.clip_by_global_norm`.
     """
     _check_norm(clip_norm)
     with internal_transfers():
@@ -266,7 +291,9 @@ def number(x: Any, path: str, name: str) -> Array:
     if isinstance(x, bool | str) or not (trees.is_array(x) or isinstance(x, int | float)):
         raise TypeError(f"{name}: {trees.leaf_at(path)} is {describe_type(x)}: must be an array")
     if trees.is_key(x):
-        raise TypeError(f"{name}: {trees.leaf_at(path)} has dtype {x.dtype}, a PRNG key. Replace it by None.")
+        raise TypeError(
+            f"{name}: {trees.leaf_at(path)} has dtype {x.dtype}, a PRNG key. Replace it by None."
+        )
     return jnp.asarray(trees.native(x, path, name))
 
 
@@ -275,7 +302,8 @@ def floating(x: object, path: str, name: str) -> Array:
     array = number(float(x) if is_integer else x, path, name)  # type: ignore[arg-type]
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         raise TypeError(
-            f"{name}: {trees.leaf_at(path)} must be floating-point to be scaled, got {array.dtype}; cast it"
+            f"{name}: {trees.leaf_at(path)} must be floating-point to be scaled, "
+            f"got {array.dtype}; cast it"
         )
     return array
 
@@ -286,7 +314,7 @@ def map_arrays(
     name: str,
     as_array: Callable[[Any, str, str], Array] = floating,
 ) -> Any:
-    """Map `function(array, dense shape, path)` over the leaves, or the combined rows of `IndexedSlices`."""
+    """Map `function(array, dense shape, path)` over leaves, or combined rows of `IndexedSlices`."""
 
     def leaf(keys: Any, x: object) -> Any:
         path = trees.path_str(keys)
@@ -304,7 +332,11 @@ def map_arrays(
 
 
 def _refuse_list(keys: tuple[Any, ...], x: object, name: str) -> None:
-    if keys and isinstance(keys[-1], jax.tree_util.SequenceKey) and isinstance(x, int | float | np.generic):
+    if (
+        keys
+        and isinstance(keys[-1], jax.tree_util.SequenceKey)
+        and isinstance(x, int | float | np.generic)
+    ):
         place = trees.leaf_at(trees.path_str(keys))
         raise TypeError(f"{name}: {place} is a number in a list; give an array: jnp.array([...])")
 
@@ -313,9 +345,13 @@ def _refuse_list(keys: tuple[Any, ...], x: object, name: str) -> None:
 
 
 def compute_norm(arrays: Sequence[Array], axes: Any = None) -> Array:
-    """√(Σ |x|²) over the arrays (over `axes` of a single array, kept); its derivative is zero at zero."""
+    """√(Σ |x|²) over arrays (over `axes` of a single one, kept); its derivative is zero at zero."""
     parts = [_squares(x, axes) for x in arrays]
-    widest = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
+    widest = max(
+        (part.dtype for part in parts),
+        key=lambda dtype: dtype.itemsize,
+        default=np.dtype(np.float32),
+    )
     squares = jnp.zeros((), widest)
     for part in parts:
         squares = squares + part.astype(widest)
@@ -335,11 +371,16 @@ def _squares(x: Array, axes: Any) -> Array:
 
 
 def scale_to_norm(x: Array, norm: Array, clip_norm: object) -> Array:
-    """Return x · clip_norm / norm where norm > clip_norm, exactly x elsewhere; NaN if the norm is not finite."""
+    """Return x · clip_norm / norm where norm > clip_norm, exactly x elsewhere.
+
+    A norm that is not finite gives NaN.
+    """
     limit = jnp.asarray(clip_norm).astype(norm.dtype)
     is_clipped = norm > limit
     # The inner `where` keeps the division finite in its derivative, also for a norm of 0.
-    factor = jnp.where(is_clipped, limit / jnp.where(is_clipped, norm, jnp.ones_like(norm)), jnp.ones_like(norm))
+    factor = jnp.where(
+        is_clipped, limit / jnp.where(is_clipped, norm, jnp.ones_like(norm)), jnp.ones_like(norm)
+    )
     # Zero if finite, else NaN: a constant NaN would trigger `jax.debug_nans` without an error.
     factor = factor + jax.lax.stop_gradient(norm - norm)
     dtype = trees.compute_dtype(x.dtype)

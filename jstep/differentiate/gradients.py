@@ -21,7 +21,8 @@ def gradients(fn: Callable[[T], Any], xs: T, grad_ys: Tree = None) -> T:
 
     Args:
         fn: A function of one tree that returns a tree of arrays.
-        xs: The tree of arrays to differentiate with respect to. Leaves that are not floating point get None.
+        xs: The tree of arrays to differentiate with respect to. Leaves that are not floating point
+            get None.
         grad_ys: Weights of the ys, a tree like fn(xs); ones by default.
 
     Returns:
@@ -41,9 +42,14 @@ def gradients(fn: Callable[[T], Any], xs: T, grad_ys: Tree = None) -> T:
     as_function(fn, "fn", "of a tree of arrays")
     leaves, treedef = trees.flatten(xs)
     trees.check_arrays(xs, "xs")
-    indices = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
+    indices = [
+        i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    ]
     if not indices:
-        raise TypeError(f"xs: no leaf is floating point, got dtypes {[str(jnp.result_type(leaf)) for leaf in leaves]}")
+        raise TypeError(
+            "xs: no leaf is floating point, "
+            f"got dtypes {[str(jnp.result_type(leaf)) for leaf in leaves]}"
+        )
 
     def call(inputs: list[Any]) -> Any:
         ys = fn(treedef.unflatten(trees.replace_leaves(leaves, indices, inputs)))
@@ -66,12 +72,17 @@ def _cotangents(ys: object, grad_ys: Any) -> Any:
     """Return the weights as `jax.vjp` wants them: float0 for integers, ones by default."""
     named = trees.leaves_with_paths(ys)
     if not any(jnp.issubdtype(y.dtype, jnp.inexact) for _, y in named):
-        raise TypeError(f"fn returned no floating-point array, but dtypes {[str(y.dtype) for _, y in named]}")
+        raise TypeError(
+            f"fn returned no floating-point array, but dtypes {[str(y.dtype) for _, y in named]}"
+        )
     try:
-        weights = [None] * len(named) if grad_ys is None else trees.structure(ys).flatten_up_to(grad_ys)
+        weights = (
+            [None] * len(named) if grad_ys is None else trees.structure(ys).flatten_up_to(grad_ys)
+        )
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"grad_ys has the structure {trees.structure(grad_ys)}, fn(xs) has {trees.structure(ys)}"
+            f"grad_ys has the structure {trees.structure(grad_ys)}, "
+            f"fn(xs) has {trees.structure(ys)}"
         ) from error
 
     def cotangent(path: str, y: Array, weight: Any) -> Any:
@@ -83,11 +94,14 @@ def _cotangents(ys: object, grad_ys: Any) -> Any:
             raise trees.not_an_array(weight, path, "grad_ys")
         if np.shape(weight) != y.shape:
             raise ValueError(
-                f"grad_ys: the leaf at {trees.quote_path(path)} has shape {np.shape(weight)}, but fn(xs) has {y.shape}"
+                f"grad_ys: the leaf at {trees.quote_path(path)} has shape {np.shape(weight)}, "
+                f"but fn(xs) has {y.shape}"
             )
         return jnp.asarray(weight).astype(y.dtype)
 
-    cotangents = [cotangent(path, y, weight) for (path, y), weight in zip(named, weights, strict=True)]
+    cotangents = [
+        cotangent(path, y, weight) for (path, y), weight in zip(named, weights, strict=True)
+    ]
     return trees.structure(ys).unflatten(cotangents)
 
 
@@ -107,10 +121,11 @@ def stop_gradient(x: T) -> T:
 
 @shortens_tracebacks
 def map_gradients(fn: Callable[..., Array], grads: T, *others: Updates) -> T:
-    """Map a function over the values of gradients: arrays, and the values (not the indices) of `IndexedSlices`.
+    """Map a function over the values of gradients.
 
-    With several trees, a missing leaf counts as zeros. `IndexedSlices` in all of them give `IndexedSlices` with the
-    union of their rows; otherwise the gradients become dense.
+    These are arrays, and the values (not the indices) of `IndexedSlices`. With several trees, a
+    missing leaf counts as zeros. `IndexedSlices` in all of them give `IndexedSlices` with the union
+    of their rows; otherwise the gradients become dense.
 
     Args:
         fn: A function of an array from each tree, of equal shapes.
@@ -147,16 +162,21 @@ def _combined(fn: Callable[..., Array], leaves: Sequence[Any], path: str) -> Any
         return None
     shapes = {tuple(g.dense_shape) if is_slices(g) else np.shape(g) for g in present}
     if len(shapes) > 1:
-        raise ValueError(f"grads: the gradients at {trees.quote_path(path)} have different shapes: {sorted(shapes)}")
+        raise ValueError(
+            f"grads: the gradients at {trees.quote_path(path)} "
+            f"have different shapes: {sorted(shapes)}"
+        )
     first, *others = _alike(leaves, present)
     if not is_slices(first):
         return fn(first, *others)
-    return trim_slices(dataclasses.replace(first, values=fn(first.values, *(rows.values for rows in others))))
+    return trim_slices(
+        dataclasses.replace(first, values=fn(first.values, *(rows.values for rows in others)))
+    )
 
 
 @meshes.exempts_transfers
 def _alike(leaves: Sequence[Any], present: Sequence[Any]) -> list[Any]:
-    """Return gradients in one form: slices with the same rows, or all dense; zeros for a missing one."""
+    """Return gradients in one form: slices with the same rows, or all dense; zeros for None."""
     if not all(map(is_slices, present)):
         whole = [g.to_dense() if is_slices(g) else g for g in leaves]
         zeros = jnp.zeros_like(next(g for g in whole if g is not None))
@@ -166,6 +186,9 @@ def _alike(leaves: Sequence[Any], present: Sequence[Any]) -> list[Any]:
     rows = []
     for g in leaves:
         # Its own rows, and zeros for those of the others.
-        values = [jnp.asarray(other.values) if other is g else jnp.zeros_like(other.values) for other in present]
+        values = [
+            jnp.asarray(other.values) if other is g else jnp.zeros_like(other.values)
+            for other in present
+        ]
         rows.append(combine_rows(IndexedSlices(jnp.concatenate(values), indices, shape)))
     return rows

@@ -1,7 +1,7 @@
 """A batch in L lanes, each computed on one device by the same program, and summed in a binary tree.
 
-Sums are bitwise identical on any number n of devices that divides L: each device adds its L/n lanes in its branch of
-the tree; these sums are exchanged and added in the rest of the tree.
+Sums are bitwise identical on any number n of devices that divides L: each device adds its L/n lanes
+in its branch of the tree; these sums are exchanged and added in the rest of the tree.
 """
 
 import contextlib
@@ -18,7 +18,14 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jstep.core import jaxprs, meshes, trees
 from jstep.core.checks import as_int
 from jstep.core.exceptions import note, setting
-from jstep.core.meshes import call_on_auto_axes, dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh
+from jstep.core.meshes import (
+    call_on_auto_axes,
+    dims_of,
+    mesh_axes_of,
+    mesh_of,
+    parts_along,
+    using_mesh,
+)
 from jstep.core.placement import SHARDINGS, traced_shardings
 from jstep.core.trees import Array, Tree, shape_of
 from jstep.differentiate import microbatches
@@ -65,7 +72,12 @@ class Lanes(NamedTuple):
         if not self.manual:
             return fn
         return jax.shard_map(
-            fn, mesh=self.mesh, axis_names=self.manual, in_specs=in_specs, out_specs=out_specs, check_vma=False
+            fn,
+            mesh=self.mesh,
+            axis_names=self.manual,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
         )
 
     def split(self, dim: int | None) -> PartitionSpec:
@@ -106,7 +118,9 @@ def as_lanes(lanes: object) -> int | None:
     number = as_int(lanes, "lanes", 1)
     if number & (number - 1):
         power = 1 << number.bit_length() - 1
-        raise ValueError(f"lanes={number}: must be a power of two, for a binary tree; use {power} or {2 * power}")
+        raise ValueError(
+            f"lanes={number}: must be a power of two, for a binary tree; use {power} or {2 * power}"
+        )
     return number
 
 
@@ -119,11 +133,18 @@ def call_on_lanes(
     specs: Mapping[tuple[int, ...], PartitionSpec] | None = None,
     specs_of: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return `fn(lanes, whole, args)`, compiled and on Auto axes; without lanes, `fn(None, whole, args)`."""
+    """Return `fn(lanes, whole, args)`, compiled and on Auto axes.
+
+    Without lanes, return `fn(None, whole, args)`.
+    """
     if number is None:
         return fn(None, whole, args)
-    batch_dims = [dims_of(spec) for spec in microbatches.specs_of_rows(args, batch_specs) if spec is not None]
-    shardings = traced_shardings(whole) or list(map(meshes.sharding_on_mesh, jax.tree.leaves(whole)))
+    batch_dims = [
+        dims_of(spec) for spec in microbatches.specs_of_rows(args, batch_specs) if spec is not None
+    ]
+    shardings = traced_shardings(whole) or list(
+        map(meshes.sharding_on_mesh, jax.tree.leaves(whole))
+    )
 
     def call(whole: object, args: Any) -> Any:
         lanes = _lanes_on_mesh(number, batch_dims, shardings)
@@ -140,8 +161,13 @@ def call_on_lanes(
         return jax.jit(computed)(whole, args)
 
 
-def _lanes_on_mesh(number: int, batch_dims: Sequence[tuple[Any, ...]], shardings: Sequence[Any]) -> Lanes:
-    """Return lanes on the current mesh: `batch_dims` are the specs of the batch, `shardings` those of other arrays."""
+def _lanes_on_mesh(
+    number: int, batch_dims: Sequence[tuple[Any, ...]], shardings: Sequence[Any]
+) -> Lanes:
+    """Return lanes on the current mesh.
+
+    `batch_dims` are the specs of the batch, `shardings` those of other arrays.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return Lanes(number)
@@ -149,12 +175,18 @@ def _lanes_on_mesh(number: int, batch_dims: Sequence[tuple[Any, ...]], shardings
     devices = parts_along(mesh, axes)
     if number % devices:
         raise ValueError(
-            f"lanes={number}: must be a multiple of {devices}, the number of devices that the rows of the batch are on"
+            f"lanes={number}: must be a multiple of {devices}, "
+            "the number of devices that the rows of the batch are on"
         )
     used: set[str] = set()
-    for dims in [*batch_dims, *(dims_of(s.spec) for s in shardings if isinstance(s, NamedSharding))]:
+    other_dims = (dims_of(s.spec) for s in shardings if isinstance(s, NamedSharding))
+    for dims in [*batch_dims, *other_dims]:
         used.update(*map(mesh_axes_of, dims))
-    others = [name for name in mesh.axis_names if name in used and name not in axes and mesh.shape[name] > 1]
+    others = [
+        name
+        for name in mesh.axis_names
+        if name in used and name not in axes and mesh.shape[name] > 1
+    ]
     return Lanes(number, mesh, axes, tuple(others))
 
 
@@ -185,10 +217,11 @@ def isolate(program: Any, args: Any, witness: Array) -> list[Array]:
     fn = core.jaxpr_as_fun(merge_equal(program))
     shapes = program.out_avals
 
-    # Otherwise the fusion of a product and a sum, which rounds once instead of twice, could depend on the layout. XLA's
-    # CPU compiler drops optimization barriers before it fuses, so `fn` is the branch of a condition there: that the
-    # first element of the witness has at most 32 bits. It also makes one function of a small loop, in which sums have
-    # another order, unless the loop calls a library: the other branch does so, and never runs.
+    # Otherwise the fusion of a product and a sum, which rounds once instead of twice, could depend
+    # on the layout. XLA's CPU compiler drops optimization barriers before it fuses, so `fn` is the
+    # branch of a condition there: that the first element of the witness has at most 32 bits. It
+    # also makes one function of a small loop, in which sums have another order, unless the loop
+    # calls a library: the other branch does so, and never runs.
     def isolate_by_condition(witness: Array, args: Any) -> list[Array]:
         first = jax.lax.stop_gradient(jnp.real(witness[(0,) * witness.ndim]).astype(jnp.float32))
         bits = jax.lax.population_count(jax.lax.bitcast_convert_type(first, jnp.uint32))
@@ -202,7 +235,10 @@ def isolate(program: Any, args: Any, witness: Array) -> list[Array]:
     def isolate_by_barriers(witness: Array, args: Any) -> list[Array]:
         return jax.lax.optimization_barrier(fn(*jax.lax.optimization_barrier(args)))
 
-    return list(jax.lax.platform_dependent(witness, args, cpu=isolate_by_condition, default=isolate_by_barriers))
+    results = jax.lax.platform_dependent(
+        witness, args, cpu=isolate_by_condition, default=isolate_by_barriers
+    )
+    return list(results)
 
 
 def sum_over_lanes(
@@ -213,9 +249,10 @@ def sum_over_lanes(
     dims: Sequence[int],
     witness: Array | None = None,
 ) -> Any:
-    """Return Σ lane_fn(i, whole, blocks) over the lanes i, in the tree; for bools, whether any is true.
+    """Return Σ lane_fn(i, whole, blocks) over the lanes i, in the tree.
 
-    `blocks` are the i-th of L blocks of each of `blocked`, along its dimension in `dims`.
+    For bools, return whether any is true. `blocks` are the i-th of L blocks of each of `blocked`,
+    along its dimension in `dims`.
     """
     sizes = [x.shape[dim] // lanes.number for x, dim in zip(blocked, dims, strict=True)]
 
@@ -250,7 +287,9 @@ def sum_over_lanes(
 
     # By this name `is_in_lanes` recognizes the call in a traced program.
     sum_on_all_devices.__name__ = sum_over_lanes.__qualname__
-    lane_mesh = contextlib.nullcontext() if lanes.mesh is None else jax.sharding.use_abstract_mesh(lanes.mesh)
+    lane_mesh: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if lanes.mesh is not None:
+        lane_mesh = jax.sharding.use_abstract_mesh(lanes.mesh)
     with lane_mesh:
         sums = jax.jit(sum_on_all_devices)(witness, list(closed.consts), list(whole), list(blocked))
     return treedef.unflatten(sums)
@@ -270,7 +309,9 @@ def stack_over_lanes(lanes: Lanes, i: Array, tree: Tree) -> Any:
     return jax.tree.map(leaf, tree)
 
 
-def _sum_in_loop(lane: Callable[[Any], list[Array]], count: int, shapes: Sequence[Any]) -> list[Array]:
+def _sum_in_loop(
+    lane: Callable[[Any], list[Array]], count: int, shapes: Sequence[Any]
+) -> list[Array]:
     """Return Σ lane(i) for i < count, a power of two, in a binary tree; `lane` is traced once."""
 
     def subtree(size: int, first: Any) -> list[Array]:
@@ -281,13 +322,14 @@ def _sum_in_loop(lane: Callable[[Any], list[Array]], count: int, shapes: Sequenc
             new = subtree(size // 2, first + i * (size // 2))
             return [jnp.where(i == 0, b, a + b) for a, b in zip(total, new, strict=True)]
 
-        return list(jax.lax.fori_loop(np.int32(0), np.int32(2), add, [jnp.zeros(x.shape, x.dtype) for x in shapes]))
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in shapes]
+        return list(jax.lax.fori_loop(np.int32(0), np.int32(2), add, zeros))
 
     return subtree(count, np.int32(0))
 
 
 def _exchanged(lanes: Lanes, arrays: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
-    """Sum over the devices, in the same tree; each sum is whole, or the device's part along a dimension.
+    """Sum over the devices, in the same tree; each sum is whole, or a device's part of a dimension.
 
     The exchange has the bytes of a reduce-scatter, or of an all-reduce for whole sums.
     """
@@ -296,7 +338,8 @@ def _exchanged(lanes: Lanes, arrays: Sequence[Array], dims: Sequence[int | None]
     sums = list(arrays)
     if n == 1:
         return sums
-    # The whole sums, by what they are exchanged with: small arrays of one dtype, and each large one by itself.
+    # The whole sums, by what they are exchanged with: small arrays of one dtype, and each large one
+    # by itself.
     groups: dict[Any, list[int]] = {}
     for i, (x, dim) in enumerate(zip(arrays, dims, strict=True)):
         if dim is None:
@@ -331,35 +374,54 @@ def _gathered(x: Array, axes: tuple[str, ...]) -> Array:
     return jax.lax.bitcast_convert_type(jax.lax.all_gather(bits, axes), x.dtype)
 
 
-def trace_lane(lanes: Lanes, lane_fn: Callable[..., Any], blocks: object, args: tuple[Any, ...]) -> tuple[Any, Any]:
+def trace_lane(
+    lanes: Lanes, lane_fn: Callable[..., Any], blocks: object, args: tuple[Any, ...]
+) -> tuple[Any, Any]:
     try:
         trace = trace_on_lanes(lanes, lane_fn, *args[:-1], blocks)
     except Exception as error:
         if lanes.manual:
-            note(error, f"lanes={lanes.number}: {_ONE_DEVICE} {', '.join(map(repr, sorted(lanes.manual)))}")
+            note(
+                error,
+                f"lanes={lanes.number}: {_ONE_DEVICE} {', '.join(map(repr, sorted(lanes.manual)))}",
+            )
         raise
     named = jaxprs.named_axes(trace[0]) & lanes.manual
     if named:
-        raise ValueError(f"lanes={lanes.number}: {_ONE_DEVICE} {', '.join(map(repr, sorted(named)))}")
+        raise ValueError(
+            f"lanes={lanes.number}: {_ONE_DEVICE} {', '.join(map(repr, sorted(named)))}"
+        )
     return trace
 
 
-_ONE_DEVICE = "one device computes a lane: leave out of the loss all constraints and collectives over the mesh axes"
+_ONE_DEVICE = (
+    "one device computes a lane: "
+    "leave out of the loss all constraints and collectives over the mesh axes"
+)
 
 
-# The model_state that lanes return: floating leaves become the mean over the lanes. Integers, such as step numbers, and
-# keys must be equal in all lanes.
+# The model_state that lanes return: floating leaves become the mean over the lanes. Integers, such
+# as step numbers, and keys must be equal in all lanes.
 
 NewState = Callable[[Array, list[Array], list[Array], list[Array]], list[Array]]
 """`new_state(i, old, others, rows)`: the leaves of model_state after lane i."""
 
 
 def check_integers(
-    lanes: Lanes, new_state: NewState, old: object, others: list[Array], batch: list[Array], size: int
+    lanes: Lanes,
+    new_state: NewState,
+    old: object,
+    others: list[Array],
+    batch: list[Array],
+    size: int,
 ) -> None:
     """Reject integers of model_state that depend on the number of a lane, or on its rows."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(old)]
-    integers = [i for i, leaf in enumerate(leaves) if not (microbatches.is_inexact(leaf) or trees.is_key(leaf))]
+    integers = [
+        i
+        for i, leaf in enumerate(leaves)
+        if not (microbatches.is_inexact(leaf) or trees.is_key(leaf))
+    ]
     if not integers:
         return
     args = (np.int32(0), leaves, others)
@@ -373,13 +435,14 @@ def check_integers(
         program, (uses_number, *used) = jaxprs.part_for(lane_trace, results, keeps_arguments=False)
         uses_rows = any(used[len(leaves) + len(others) :])
         whole_program, _ = jaxprs.part_for(whole_trace, results, keeps_arguments=False)
-        # A number of rows is a constant of the program: with the rows of all lanes it is another one.
+        # A number of rows is a constant of the program: with the rows of all lanes it is another
+        # one.
         uses_size = jaxprs.program_hash(program) != jaxprs.program_hash(whole_program)
         if uses_number or uses_rows or uses_size:
             path = trees.quote_path(trees.leaf_paths(old)[i])
             raise TypeError(
-                f"lanes={lanes.number}: the leaf {path} of model_state must not depend on the rows or key of a lane, "
-                f"because it is {leaves[i].dtype}; return it in aux"
+                f"lanes={lanes.number}: the leaf {path} of model_state must not depend on the rows "
+                f"or key of a lane, because it is {leaves[i].dtype}; return it in aux"
             )
 
 

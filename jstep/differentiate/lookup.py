@@ -16,10 +16,11 @@ from jstep.slots.indexed_slices import IndexedSlices
 
 
 class Tables:
-    """The tables for lookups while the gradient of a loss is traced, and the gradients of their rows.
+    """The tables for lookups while a loss's gradient is traced, and the gradients of their rows.
 
-    A table is recognized by its identity, which the loss must not change. `_taken` has the lookups in the order in
-    which JAX traces their derivatives: index of the table, ids, gradient of the rows.
+    A table is recognized by its identity, which the loss must not change. `_taken` has the lookups
+    in the order in which JAX traces their derivatives: index of the table, ids, gradient of the
+    rows.
     """
 
     def __init__(self, leaves: list[Array]) -> None:
@@ -59,12 +60,13 @@ TABLES: contextvars.ContextVar[Tables | None] = contextvars.ContextVar("jstep_ta
 def lookup(table: object, ids: object) -> Array:
     """Return rows of a table, `table[ids]`, with an `IndexedSlices` of those rows as gradient.
 
-    The gradient is dense if the loss also uses the table in another way, or looks it up inside scan, vmap, cond, remat
-    or a nested jit, and under `jax.grad`.
+    The gradient is dense if the loss also uses the table in another way, or looks it up inside
+    scan, vmap, cond, remat or a nested jit, and under `jax.grad`.
 
     Args:
         table: A leaf of params, exactly as passed to the loss, of shape (rows, …).
-        ids: Integers of any shape; −1 is the last row. An id out of range gives a row of NaN if the table is floating.
+        ids: Integers of any shape; −1 is the last row. An id out of range gives a row of NaN if the
+            table is floating.
 
     Returns:
         The rows, of shape (*ids.shape, …).
@@ -99,7 +101,9 @@ def lookup(table: object, ids: object) -> Array:
 
 
 def _joined(shape: tuple[int, ...], taken: list[tuple[Array, Array]], dense: Array | None) -> Any:
-    indices = jnp.concatenate([jnp.reshape(ids, (-1,)).astype(trees.default_int()) for ids, _ in taken])
+    indices = jnp.concatenate(
+        [jnp.reshape(ids, (-1,)).astype(trees.default_int()) for ids, _ in taken]
+    )
     values = jnp.concatenate([jnp.reshape(gradient, (-1, *shape[1:])) for _, gradient in taken])
     slices = IndexedSlices(values, jnp.where(indices < 0, indices + shape[0], indices), shape)
     if dense is None:
@@ -109,7 +113,7 @@ def _joined(shape: tuple[int, ...], taken: list[tuple[Array, Array]], dense: Arr
 
 
 def _rows_at(table: Array, ids: Array) -> Array:
-    """`table[ids]`, sharded like the ids and, within rows, like the table; NaN for ids out of range."""
+    """`table[ids]`, sharded like the ids, within rows like the table; NaN for ids out of range."""
     options: dict[str, Any] = {}
     if jnp.issubdtype(table.dtype, jnp.inexact):
         options = {"mode": "fill", "fill_value": jnp.nan}

@@ -42,8 +42,9 @@ from jstep.slots.indexed_slices import IndexedSlices
 class Gate(enum.IntEnum):
     """How far XLA may overlap gradients and updates, by the names of `tf.train`.
 
-    `GATE_NONE`: it may start an update before its gradient is complete. `GATE_OP`: each gradient is complete before its
-    update begins. `GATE_GRAPH`: all gradients are complete before any update begins.
+    `GATE_NONE`: it may start an update before its gradient is complete. `GATE_OP`: each gradient is
+    complete before its update begins. `GATE_GRAPH`: all gradients are complete before any update
+    begins.
     """
 
     GATE_NONE = 0
@@ -61,7 +62,9 @@ GATE_OP = Gate.GATE_OP
 GATE_GRAPH = Gate.GATE_GRAPH
 """All gradients are complete before any update begins."""
 
-UNUSED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_unused", default=None)
+UNUSED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar(
+    "jstep_unused", default=None
+)
 """The paths of parameters on which the loss does not depend; None if nobody asks."""
 
 
@@ -118,31 +121,35 @@ def compute_gradients(
     """Return a function that computes a loss and its gradients.
 
     Args:
-        loss_fn: `loss_fn(params, *args) -> loss`, a floating-point scalar; with has_aux `-> (loss, aux)`.
-        var_list: The parameters to differentiate: None (all), a predicate `(path, leaf) -> bool`, a list of paths or
-            globs (`"decoder/*"`), or a tree of bools. The gradients of the others are None, as are those of parameters
-            that the loss does not depend on.
+        loss_fn: `loss_fn(params, *args) -> loss`, a floating-point scalar; with has_aux
+            `-> (loss, aux)`.
+        var_list: The parameters to differentiate: None (all), a predicate `(path, leaf) -> bool`, a
+            list of paths or globs (`"decoder/*"`), or a tree of bools. The gradients of the others
+            are None, as are those of parameters that the loss does not depend on.
         has_aux: Whether loss_fn returns auxiliary values with the loss.
-        num_microbatches: Number of microbatches for gradient accumulation in one scan. Microbatch i of n has the rows
-            i, i + n, i + 2n, … of every arg. Gradients, loss and inexact leaves of aux are means in at least float32;
-            integers and bools of aux are sums in at least int32. They equal those of the whole batch only if the loss
-            is a mean over rows.
-        weight_fn: `weight_fn(*microbatch)`, the weight of a microbatch in the means, such as its number of tokens.
+        num_microbatches: Number of microbatches for gradient accumulation in one scan. Microbatch i
+            of n has the rows i, i + n, i + 2n, … of every arg. Gradients, loss and inexact leaves
+            of aux are means in at least float32; integers and bools of aux are sums in at least
+            int32. They equal those of the whole batch only if the loss is a mean over rows.
+        weight_fn: `weight_fn(*microbatch)`, the weight of a microbatch in the means, such as its
+            number of tokens.
         gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH; it never affects values.
         aggregation_method: How to sum the gradients of microbatches.
-        sharpness: The radius ρ ≥ 0 of sharpness-aware minimization: gradients are taken at p + ρ·g/‖g‖; loss and aux
-            are evaluated at p. It costs a second gradient. With microbatches, g is the gradient of the whole batch.
-        adaptive: Whether to scale the radius by the magnitude of each element (ASAM): p + ρ·p²·g/‖|p|·g‖.
-        lanes: Number of lanes, a power of two, as in `minimize`. Inside your own `jax.jit`, set the mesh
-            (`jax.set_mesh`).
+        sharpness: The radius ρ ≥ 0 of sharpness-aware minimization: gradients are taken at
+            p + ρ·g/‖g‖; loss and aux are evaluated at p. It costs a second gradient. With
+            microbatches, g is the gradient of the whole batch.
+        adaptive: Whether to scale the radius by the magnitude of each element (ASAM):
+            p + ρ·p²·g/‖|p|·g‖.
+        lanes: Number of lanes, a power of two, as in `minimize`. Inside your own `jax.jit`, set the
+            mesh (`jax.set_mesh`).
 
     Returns:
-        `f(params, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`. Keyword arguments are passed to
-        loss_fn unchanged in every microbatch.
+        `f(params, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`. Keyword arguments
+        are passed to loss_fn unchanged in every microbatch.
 
     Raises:
-        ValueError: The loss is not a scalar, a var_list entry matches nothing, or num_microbatches or lanes do not fit
-            the batch.
+        ValueError: The loss is not a scalar, a var_list entry matches nothing, or num_microbatches
+            or lanes do not fit the batch.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -151,7 +158,8 @@ def compute_gradients(
         >>> print(loss, grads)
         5.0 {'b': None, 'w': Array(2., dtype=float32)}
 
-    Source: `tf.train.Optimizer.compute_gradients`; Foret et al., "Sharpness-Aware Minimization" (2020).
+    Source: `tf.train.Optimizer.compute_gradients`; Foret et al., "Sharpness-Aware Minimization"
+    (2020).
     """
     compute = LossGradients(
         loss_fn,
@@ -216,7 +224,9 @@ class LossInputs(NamedTuple):
         return self._replace(key=key, **changes)
 
     def lane_inputs(self, i: Array, args: tuple[Any, ...], **changes: object) -> "LossInputs":
-        return self.part_inputs(i, args=args, batch_specs=microbatches.specs_of_rows(args), **changes)
+        return self.part_inputs(
+            i, args=args, batch_specs=microbatches.specs_of_rows(args), **changes
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,18 +250,24 @@ class LossGradients:
     """Whether to compute the squared norms of the gradients of microbatches."""
     frozen: Callable[[Params], Sequence[bool]] | None = None
     """For each leaf of params, whether the optimizer freezes it; None if unknown."""
-    fallback: meshes.AxesFallback | None = dataclasses.field(default=None, repr=False, compare=False)
+    fallback: meshes.AxesFallback | None = dataclasses.field(
+        default=None, repr=False, compare=False
+    )
     """The tracer of the loss, shared by all copies."""
 
     def __post_init__(self) -> None:
         as_function(self.loss_fn, "loss_fn", "(params, *args) -> loss")
         if self.fallback is None:
-            object.__setattr__(self, "fallback", meshes.AxesFallback(getattr(self.loss_fn, "__name__", "loss_fn")))
+            object.__setattr__(
+                self, "fallback", meshes.AxesFallback(getattr(self.loss_fn, "__name__", "loss_fn"))
+            )
         check_form(self.var_list, "var_list")
         as_bool(self.has_aux, "has_aux")
         as_bool(self.has_model_state, "has_model_state")
         as_bool(self.adaptive, "adaptive")
-        object.__setattr__(self, "num_microbatches", as_int(self.num_microbatches, "num_microbatches", 1))
+        object.__setattr__(
+            self, "num_microbatches", as_int(self.num_microbatches, "num_microbatches", 1)
+        )
         if self.max_rows_per_device is not None:
             max_rows = as_int(self.max_rows_per_device, "max_rows_per_device", 1)
             object.__setattr__(self, "max_rows_per_device", max_rows)
@@ -263,7 +279,9 @@ class LossGradients:
         if not callable(self.sharpness):
             as_sharpness(self.sharpness)
         if self.sharpness is None and self.adaptive:
-            raise ValueError("adaptive=True: specifies how sharpness is measured; give sharpness as well")
+            raise ValueError(
+                "adaptive=True: specifies how sharpness is measured; give sharpness as well"
+            )
         as_unroll(self.unroll)
 
     def __call__(self, inputs: LossInputs) -> LossResult:
@@ -272,14 +290,20 @@ class LossGradients:
         trees.check_arrays(params, "params", trees.keep_arrays("params"))
         if inputs.lanes is not None:
             return self._differentiate_batch(inputs)
-        inputs = inputs._replace(batch_specs=microbatches.specs_of_rows(inputs.args, inputs.batch_specs))
+        inputs = inputs._replace(
+            batch_specs=microbatches.specs_of_rows(inputs.args, inputs.batch_specs)
+        )
         specs_of = meshes.shard_like(LossResult(None, inputs.model_state, None, params))  # type: ignore[arg-type]
         assert self.fallback is not None  # set in __post_init__
         return self.fallback(self._differentiate_batch, inputs, specs_of=specs_of)
 
     @property
     def depends_on_rows(self) -> bool:
-        return self.num_microbatches > 1 or self.max_rows_per_device is not None or self.lanes is not None
+        return (
+            self.num_microbatches > 1
+            or self.max_rows_per_device is not None
+            or self.lanes is not None
+        )
 
     def selected(self, params: Params, argument: str = "var_list") -> list[int]:
         return select_leaves(params, self.var_list, argument, self.frozen and self.frozen(params))
@@ -292,19 +316,31 @@ class LossGradients:
         if self.sharpness is not None:
             trained = [jnp.asarray(leaves[i]) for i in indices]
             perturb_leaves = functools.partial(perturb, adaptive=self.adaptive)
-            move = functools.partial(meshes.call_on_auto_axes, perturb_leaves, specs_of=meshes.shard_like(trained))
-            moved_leaves = evaluate_reproducibly(inputs.lanes, move, trained, result.gradients, self.sharpness)
+            move = functools.partial(
+                meshes.call_on_auto_axes, perturb_leaves, specs_of=meshes.shard_like(trained)
+            )
+            moved_leaves = evaluate_reproducibly(
+                inputs.lanes, move, trained, result.gradients, self.sharpness
+            )
             moved = treedef.unflatten(trees.replace_leaves(leaves, indices, moved_leaves))
             # Loss, aux and summaries are those at the parameters, not at the nearby ones.
             second_loss = dataclasses.replace(self, collect=False)
-            second_result = second_loss._choose_method(inputs)(inputs._replace(params=moved), indices)
-            result = result._replace(gradients=second_result.gradients, squares=second_result.squares)
+            second_result = second_loss._choose_method(inputs)(
+                inputs._replace(params=moved), indices
+            )
+            result = result._replace(
+                gradients=second_result.gradients, squares=second_result.squares
+            )
         unused = UNUSED.get()
         if unused is not None:
             paths = trees.leaf_paths(params)
-            unused |= {paths[i] for i, g in zip(indices, result.gradients, strict=True) if g is None}
+            unused |= {
+                paths[i] for i, g in zip(indices, result.gradients, strict=True) if g is None
+            }
         grads = apply_gate(result.gradients, self.gate_gradients)
-        return result._replace(gradients=treedef.unflatten(trees.replace_leaves([None] * len(leaves), indices, grads)))
+        return result._replace(
+            gradients=treedef.unflatten(trees.replace_leaves([None] * len(leaves), indices, grads))
+        )
 
     def _choose_method(self, inputs: LossInputs) -> Callable[[LossInputs, list[int]], LossResult]:
         """Return the method that differentiates the batch; its gradients are a list."""
@@ -317,7 +353,9 @@ class LossGradients:
             return self._differentiate_once
         return functools.partial(self._differentiate_microbatches, n)
 
-    def _differentiate_microbatches(self, n: int, inputs: LossInputs, indices: list[int]) -> LossResult:
+    def _differentiate_microbatches(
+        self, n: int, inputs: LossInputs, indices: list[int]
+    ) -> LossResult:
         parts = microbatches.split_batch(inputs.args, n, inputs.batch_specs)
 
         def accumulate(params: Params, parts: tuple[Any, ...]) -> LossResult:
@@ -327,7 +365,9 @@ class LossGradients:
 
             leaves = jax.tree.leaves(params)
             sums = [microbatches.zeros_of_gradient(jnp.asarray(leaves[i])) for i in indices]
-            square = functools.partial(microbatches.squared_norm, scale=inputs.scale) if self.squares else None
+            square = None
+            if self.squares:
+                square = functools.partial(microbatches.squared_norm, scale=inputs.scale)
             return microbatches.accumulate(
                 part_fn,
                 parts,
@@ -339,8 +379,13 @@ class LossGradients:
                 square=square,
             )
 
-        # The squared norm of a microbatch gradient requires the sum over all devices, so reduction cannot be deferred.
-        if self.weight_fn is not None or self.aggregation_method is not AggregationMethod.DEFAULT or self.squares:
+        # The squared norm of a microbatch gradient requires the sum over all devices, so reduction
+        # cannot be deferred.
+        if (
+            self.weight_fn is not None
+            or self.aggregation_method is not AggregationMethod.DEFAULT
+            or self.squares
+        ):
             return accumulate(inputs.params, parts)
 
         def loss(params: Params, batch: Tree) -> Array:
@@ -348,12 +393,18 @@ class LossGradients:
 
         return microbatches.reduce_once(accumulate, inputs.params, parts, loss, indices)
 
-    def _differentiate_lanes(self, lanes: Lanes, inputs: LossInputs, indices: list[int]) -> LossResult:
-        """Differentiate in lanes: means for loss, gradients and floating aux, sums for integer aux."""
+    def _differentiate_lanes(
+        self, lanes: Lanes, inputs: LossInputs, indices: list[int]
+    ) -> LossResult:
+        """Differentiate in lanes: means of loss, gradients and floating aux, sums of integers."""
         one_lane = dataclasses.replace(self, lanes=None, squares=False)
-        size = microbatches.rows_of_part(inputs.args, lanes.number, f"lanes={lanes.number}", "use a multiple of it")
+        size = microbatches.rows_of_part(
+            inputs.args, lanes.number, f"lanes={lanes.number}", "use a multiple of it"
+        )
         rows, args_treedef = trees.flatten(inputs.args)
-        whole, filled = trees.partition_arrays(inputs._replace(args=(), batch_specs=None, lanes=None))
+        whole, filled = trees.partition_arrays(
+            inputs._replace(args=(), batch_specs=None, lanes=None)
+        )
         self._check_integers(lanes, inputs, size)
 
         def lane_fn(i: Array, whole: list[Array], rows: list[Array]) -> Any:
@@ -371,14 +422,18 @@ class LossGradients:
                 norms = stack_over_lanes(lanes, i, (lane_weight, square))
             return grads, microbatches.weigh(results.loss, weight), weight, others, state, norms
 
-        summed = sum_over_lanes(lanes, lane_fn, whole, [jnp.asarray(x) for x in rows], [0] * len(rows))
+        summed = sum_over_lanes(
+            lanes, lane_fn, whole, [jnp.asarray(x) for x in rows], [0] * len(rows)
+        )
         grads, loss, weight, others, state, norms = summed
         state = jax.tree.map(functools.partial(merge_leaf, lanes.number), state, inputs.model_state)
         mean = microbatches.division(lanes.number, weight)
         grads, loss, (aux, summaries) = microbatches.means(mean, (grads, loss, others))
         squares = None
         if norms is not None:
-            squared_norm = evaluate_reproducibly(lanes, microbatches.squared_norm, grads, inputs.scale)
+            squared_norm = evaluate_reproducibly(
+                lanes, microbatches.squared_norm, grads, inputs.scale
+            )
             squares = Squares(norms[0], norms[1], squared_norm)
         return LossResult(loss, state, aux, grads, summaries, squares)
 
@@ -391,24 +446,41 @@ class LossGradients:
         )
         n = self.num_microbatches
         if self.max_rows_per_device is not None:
-            lane_rows = [jax.ShapeDtypeStruct((size, *np.shape(x)[1:]), jnp.result_type(x)) for x in rows]
+            lane_rows = [
+                jax.ShapeDtypeStruct((size, *np.shape(x)[1:]), jnp.result_type(x)) for x in rows
+            ]
             specs = [None] * len(lane_rows)
-            n = microbatches.number_of_microbatches((lane_rows,), specs, n, self.max_rows_per_device)
+            n = microbatches.number_of_microbatches(
+                (lane_rows,), specs, n, self.max_rows_per_device
+            )
         one_lane = dataclasses.replace(
-            self, lanes=None, squares=False, collect=False, num_microbatches=n, max_rows_per_device=None, weight_fn=None
+            self,
+            lanes=None,
+            squares=False,
+            collect=False,
+            num_microbatches=n,
+            max_rows_per_device=None,
+            weight_fn=None,
         )
 
-        def new_state(i: Array, old: list[Array], others: list[Array], rows: list[Array]) -> list[Array]:
+        def new_state(
+            i: Array, old: list[Array], others: list[Array], rows: list[Array]
+        ) -> list[Array]:
             model_state = state_treedef.unflatten(old)
-            lane = filled(others).lane_inputs(i, args_treedef.unflatten(rows), model_state=model_state)
+            lane = filled(others).lane_inputs(
+                i, args_treedef.unflatten(rows), model_state=model_state
+            )
             return jax.tree.leaves(one_lane._choose_method(lane)(lane, []).model_state)
 
-        check_integers(lanes, new_state, inputs.model_state, others, [jnp.asarray(x) for x in rows], size)
+        check_integers(
+            lanes, new_state, inputs.model_state, others, [jnp.asarray(x) for x in rows], size
+        )
 
     def _differentiate_once(self, inputs: LossInputs, indices: list[int]) -> LossResult:
         leaves, treedef = trees.flatten(inputs.params)
-        # Both are filled while JAX traces the loss and its derivative: `connected` with the indices of the parameters
-        # that the loss depends on, `tables` with the gradients of the rows that it looks up.
+        # Both are filled while JAX traces the loss and its derivative: `connected` with the indices
+        # of the parameters that the loss depends on, `tables` with the gradients of the rows that
+        # it looks up.
         connected: set[int] = set()
         tables: Any = None
 
@@ -423,9 +495,15 @@ class LossGradients:
             collectors = (*COLLECTORS.get(), collector) if self.collect else COLLECTORS.get()
             tables = Tables(trained)
             with setting(TABLES, tables), setting(COLLECTORS, collectors):
-                out = self.loss_fn(whole, *model_state_args, *inputs.args, **{**(inputs.kwargs or {}), **rng})
-            loss, *others = unpack_outputs(out, inputs.model_state, self.has_aux, self.has_model_state, self.collect)
-            summaries = None if collector.unreturned is None else collector.unreturned(collector, out)
+                out = self.loss_fn(
+                    whole, *model_state_args, *inputs.args, **{**(inputs.kwargs or {}), **rng}
+                )
+            loss, *others = unpack_outputs(
+                out, inputs.model_state, self.has_aux, self.has_model_state, self.collect
+            )
+            summaries = (
+                None if collector.unreturned is None else collector.unreturned(collector, out)
+            )
             scaled = loss
             if inputs.scale is not None:
                 wide = trees.compute_dtype(loss.dtype)
@@ -440,10 +518,11 @@ class LossGradients:
 
 
 def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:
-    """Return the leaves; tracing adds the indices of those that receive a gradient to `connected`."""
+    """Return the leaves; tracing adds the indices of those that get a gradient to `connected`."""
 
-    # JAX runs the custom backward rule of this identity while it traces the gradient, with a symbolic zero for a leaf
-    # that nothing depends on. The rule leaves no trace in the compiled program.
+    # JAX runs the custom backward rule of this identity while it traces the gradient, with a
+    # symbolic zero for a leaf that nothing depends on. The rule leaves no trace in the compiled
+    # program.
     def forward(leaves: Any) -> tuple[list[Array], None]:
         return [leaf.value for leaf in leaves], None
 
@@ -459,10 +538,13 @@ def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:
 # Sharpness-aware minimization.
 
 
-def perturb(leaves: list[Array], gradients: list[Any], rho: object, *, adaptive: bool) -> list[Array]:
-    """Return the nearby parameters at which the loss is largest, to first order; gradients may have any scale.
+def perturb(
+    leaves: list[Array], gradients: list[Any], rho: object, *, adaptive: bool
+) -> list[Array]:
+    """Return the nearby parameters at which the loss is largest, to first order.
 
-    SAM: p + ρ·g / (‖g‖ + 1e-12); ASAM: p + ρ·p²·g / (‖ |p|·g ‖ + 1e-12).
+    SAM: p + ρ·g / (‖g‖ + 1e-12); ASAM: p + ρ·p²·g / (‖ |p|·g ‖ + 1e-12). Gradients may have any
+    scale.
 
     Source: Foret et al., "Sharpness-Aware Minimization" (2020); Kwon et al., "ASAM" (2021).
     """
@@ -489,4 +571,6 @@ def perturb(leaves: list[Array], gradients: list[Any], rho: object, *, adaptive:
 
 
 def as_sharpness(sharpness: object) -> Any:
-    return None if sharpness is None else as_scalar(sharpness, "sharpness", low=0, expected="a number or None")
+    if sharpness is None:
+        return None
+    return as_scalar(sharpness, "sharpness", low=0, expected="a number or None")

@@ -21,25 +21,29 @@ def unpack_outputs(
     if named_aux and isinstance(aux, Mapping):
         _check_names(aux)
     if not (trees.is_array(loss) or isinstance(loss, int | float)):
-        raise TypeError(f"loss_fn returned a {type(loss).__name__} as loss; it must be a floating-point scalar")
+        raise TypeError(
+            f"loss_fn returned a {type(loss).__name__} as loss; it must be a floating-point scalar"
+        )
     loss = jnp.asarray(loss)
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise TypeError(f"the loss has dtype {loss.dtype}; it must be floating point")
     if loss.ndim:
         raise ValueError(
-            f"the loss has shape {loss.shape}; it must be a scalar: reduce it with jnp.mean, or with jnp.sum, whose "
-            "gradient is that of tf.train's minimize"
+            f"the loss has shape {loss.shape}; it must be a scalar: reduce it with jnp.mean, "
+            "or with jnp.sum, whose gradient is that of tf.train's minimize"
         )
     model_state = _like(old, model_state)
     trees.check_arrays(aux, "aux", " and cannot leave a compiled step")
-    return loss, model_state, jax.tree.map(jnp.asarray, device_values.prepare_for_device(aux, "aux"))
+    aux = device_values.prepare_for_device(aux, "aux")
+    return loss, model_state, jax.tree.map(jnp.asarray, aux)
 
 
 def _check_names(aux: Mapping[Any, Any]) -> None:
     for key in aux:
         if not isinstance(key, str):
             raise TypeError(
-                f"aux: the key {key!r} must be a string, got {describe_type(key)}: entries of aux are metrics by name"
+                f"aux: the key {key!r} must be a string, got {describe_type(key)}: "
+                "entries of aux are metrics by name"
             )
 
 
@@ -48,7 +52,8 @@ def _split(out: object, has_aux: bool, has_model_state: bool) -> tuple[Any, Any,
     if not (has_aux or has_model_state):
         if isinstance(out, tuple | list):
             raise TypeError(
-                f"loss_fn returned a {type(out).__name__} of {len(out)}: must be a scalar loss, or set has_aux=True"
+                f"loss_fn returned a {type(out).__name__} of {len(out)}: "
+                "must be a scalar loss, or set has_aux=True"
             )
         return out, None, None
     options = f"has_aux={has_aux}"
@@ -60,7 +65,8 @@ def _split(out: object, has_aux: bool, has_model_state: bool) -> tuple[Any, Any,
     def as_pair(value: object, form: str) -> Any:
         if not (isinstance(value, tuple | list) and len(value) == 2):
             raise TypeError(
-                f"loss_fn returned {form.format(describe_type(value))}; with {options} it must return {wanted}"
+                f"loss_fn returned {form.format(describe_type(value))}; "
+                f"with {options} it must return {wanted}"
             )
         return value
 
@@ -77,8 +83,9 @@ def _like(old: object, new: object) -> Any:
     """Return the new model_state in the dtypes of the old one."""
     if trees.structure(old) != trees.structure(new):
         raise TypeError(
-            f"loss_fn returned another model_state: must be {_described(old)}, as in the state, got {_described(new)}; "
-            "return (loss, model_state) with all of it, or with has_aux=True (loss, (model_state, aux))"
+            f"loss_fn returned another model_state: must be {_described(old)}, as in the state, "
+            f"got {_described(new)}; return (loss, model_state) with all of it, "
+            "or with has_aux=True (loss, (model_state, aux))"
         )
 
     def convert(keys: Any, old_leaf: object, new_leaf: object) -> trees.Array:
@@ -92,8 +99,8 @@ def _like(old: object, new: object) -> Any:
             wanted = array_type(old_array.shape, old_array.dtype)
             got = array_type(new_array.shape, new_array.dtype)
             raise TypeError(
-                f"loss_fn returned a model_state whose leaf {path} must be {wanted}, as in the state, got {got}; "
-                f"create it as {got}"
+                f"loss_fn returned a model_state whose leaf {path} must be {wanted}, "
+                f"as in the state, got {got}; create it as {got}"
             )
         return new_array if is_same else new_array.astype(old_array.dtype)
 
@@ -121,7 +128,8 @@ class Collector:
 
     Attributes:
         nested: Tags → source line of summaries created inside a transformation.
-        unreturned: `unreturned(collector, result)`: the created summaries that are not in the result, or None.
+        unreturned: `unreturned(collector, result)`: the created summaries that are not in the
+            result, or None.
     """
 
     def __init__(self, key: str) -> None:
@@ -132,5 +140,7 @@ class Collector:
         self.unreturned: Callable[[Collector, Any], Any] | None = None
 
 
-COLLECTORS: contextvars.ContextVar[tuple[Collector, ...]] = contextvars.ContextVar("jstep_collect", default=())
+COLLECTORS: contextvars.ContextVar[tuple[Collector, ...]] = contextvars.ContextVar(
+    "jstep_collect", default=()
+)
 """The collectors of the active functions, innermost last."""

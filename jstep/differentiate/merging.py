@@ -1,7 +1,7 @@
 """Merging of equal operations in traced programs, for lanes.
 
-XLA replaces only some divisions by a broadcast by products, which round differently, and which ones depends on the
-number of devices. Here all become products.
+XLA replaces only some divisions by a broadcast by products, which round differently, and which ones
+depends on the number of devices. Here all become products.
 """
 
 import functools
@@ -24,7 +24,10 @@ NEVER_MERGED = {"optimization_barrier", "rng_uniform"}
 
 
 def merge_equal(closed: Any) -> Any:
-    """Return the same program without equal operations; calls are inlined, divisions by broadcasts are products."""
+    """Return the same program without equal operations.
+
+    Calls are inlined, divisions by broadcasts are products.
+    """
     body = body_of(closed)
     constants: dict[int, tuple[Any, Any]] = {}  # id → variable and constant
     known: dict[Any, list[Any]] = {}  # what an operation computes → its results
@@ -32,7 +35,7 @@ def merge_equal(closed: Any) -> Any:
     eqns: list[Any] = []
 
     def add(name: str, eqn: Any) -> list[Any]:
-        """Return the results of an equal operation; without one, add this one with new variables."""
+        """Return the results of an equal operation; or add this one, with new variables."""
         key = (eqn.primitive, *sorted(eqn.params.items()), eqn.ctx, *map(_identity, eqn.invars))
         results = None
         is_mergeable = not eqn.effects and name not in NEVER_MERGED
@@ -58,14 +61,21 @@ def merge_equal(closed: Any) -> Any:
         if divisor.aval.shape == eqn.outvars[0].aval.shape or not _has_inverses(divisor.aval.dtype):
             return add("div", eqn)
         unit, product = _one_and_product(divisor.aval.dtype)
-        (inverse,) = add("div", eqn.replace(invars=[unit, divisor], outvars=[core.Var(divisor.aval)]))
+        (inverse,) = add(
+            "div", eqn.replace(invars=[unit, divisor], outvars=[core.Var(divisor.aval)])
+        )
         if widening is not None:
             (inverse,) = add("broadcast_in_dim", widening.replace(invars=[inverse]))
-        product = product.replace(invars=[x, inverse], outvars=eqn.outvars, ctx=eqn.ctx, source_info=eqn.source_info)
+        product = product.replace(
+            invars=[x, inverse], outvars=eqn.outvars, ctx=eqn.ctx, source_info=eqn.source_info
+        )
         return add("mul", product)
 
     def merge_body(body: Subprogram, atoms: Sequence[Any], scopes: Any = None) -> list[Any]:
-        """Add the operations of a program or of an inlined call, whose arguments are `atoms`; return its results."""
+        """Add the operations of a program or of an inlined call; return its results.
+
+        `atoms` are the arguments.
+        """
         consts = list(zip(body.jaxpr.constvars, body.consts, strict=True))
         for var, const in consts:
             constants.setdefault(id(const), (core.Var(var.aval), const))
@@ -92,7 +102,9 @@ def merge_equal(closed: Any) -> Any:
     outvars = merge_body(body, body.jaxpr.invars)
     constvars = [var for var, _ in constants.values()]
     consts = [const for _, const in constants.values()]
-    return core.ClosedJaxpr(body.jaxpr.replace(constvars=constvars, eqns=eqns, outvars=outvars), consts)
+    return core.ClosedJaxpr(
+        body.jaxpr.replace(constvars=constvars, eqns=eqns, outvars=outvars), consts
+    )
 
 
 def _identity(atom: Any) -> Any:

@@ -38,7 +38,10 @@ def specs_of_rows(args: tuple[Any, ...], rows: Tree = None) -> list[PartitionSpe
 def number_of_microbatches(
     args: tuple[Any, ...], specs: Sequence[PartitionSpec | None], minimum: int, max_rows: int | None
 ) -> int:
-    """Return the smallest number of microbatches, at least the minimum, with which a device has at most `max_rows`."""
+    """Return the smallest number of microbatches with which a device has at most `max_rows`.
+
+    It is at least the minimum.
+    """
     if max_rows is None:
         return minimum
     what = f"max_rows_per_device={max_rows}"
@@ -55,23 +58,31 @@ def number_of_microbatches(
             _log_once(f"{what}: batches of {size} rows{spread} are split into {n} microbatches")
             return n
     raise ValueError(
-        f"{what}, num_microbatches={minimum}: no such number divides the {size} rows of {first}; use more rows"
+        f"{what}, num_microbatches={minimum}: no such number divides the {size} rows of {first}; "
+        "use more rows"
     )
 
 
-def split_batch(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]) -> tuple[Any, ...]:
+def split_batch(
+    args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]
+) -> tuple[Any, ...]:
     """Reshape each leaf (B, …) to (B/n, n, …)."""
-    # A contiguous block of a sharded batch is on some of the devices only and would move to the others at every step,
-    # whereas each device already has its share of every n-th row if n divides its rows. One device uses the same rows,
-    # so microbatches do not depend on the number of devices. Nothing is copied: a transposed batch would be a second
-    # one in memory.
+    # A contiguous block of a sharded batch is on some of the devices only and would move to the
+    # others at every step, whereas each device already has its share of every n-th row if n divides
+    # its rows. One device uses the same rows, so microbatches do not depend on the number of
+    # devices. Nothing is copied: a transposed batch would be a second one in memory.
     advice = f"use a batch of a multiple of {n}, or max_rows_per_device instead of num_microbatches"
     rows = rows_of_part(args, n, f"num_microbatches={n}", advice)
     leaves, treedef = trees.flatten(args, is_leaf=trees.is_none)
     devices = _devices_of_batch(leaves, specs)
     if rows % devices:
-        text = "num_microbatches=%d: microbatches of %d rows do not split over %d devices, so each device computes all"
-        logger.warning(f"{text} of their rows; use fewer microbatches, or a larger batch", n, rows, devices)
+        text = (
+            "num_microbatches=%d: microbatches of %d rows do not split over %d devices, "
+            "so each device computes all"
+        )
+        logger.warning(
+            f"{text} of their rows; use fewer microbatches, or a larger batch", n, rows, devices
+        )
 
     def placed(leaf: Any, spec: PartitionSpec | None) -> Any:
         if leaf is None:
@@ -84,17 +95,24 @@ def split_batch(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]
         # Sharded like the batch: otherwise XLA would make each device process every row.
         first, *others = meshes.dims_of(spec) or (None,)
         parts_spec = PartitionSpec(first, None, *others)
-        fits = meshes.fitting_spec(mesh, parts_spec, shape) == parts_spec  # not if there are fewer rows than devices
+        # It does not fit if there are fewer rows than devices.
+        fits = meshes.fitting_spec(mesh, parts_spec, shape) == parts_spec
         if meshes.explicit_mesh(leaf) is not None:
-            return meshes.call_on_auto_axes(reshape, leaf, specs_of=(lambda _: parts_spec) if fits else None)
+            return meshes.call_on_auto_axes(
+                reshape, leaf, specs_of=(lambda _: parts_spec) if fits else None
+            )
         parts = reshape(leaf)
-        return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, parts_spec)) if fits else parts
+        if not fits:
+            return parts
+        return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, parts_spec))
 
     return tuple(treedef.unflatten(map(placed, leaves, specs)))
 
 
 def microbatch(parts: object, i: object) -> Any:
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, axis=1, keepdims=False), parts)
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, axis=1, keepdims=False), parts
+    )
 
 
 def _mesh_of(leaf: object) -> Any:
@@ -109,11 +127,15 @@ def rows_of_batch(args: tuple[Any, ...], what: str) -> tuple[str, int]:
     shapes = {f"batch argument {path}": np.shape(leaf) for path, leaf in leaves}
     for name, shape in shapes.items():
         if not shape:
-            raise ValueError(f"{what}: {name} is a scalar and has no rows to split; close over it in loss_fn")
+            raise ValueError(
+                f"{what}: {name} is a scalar and has no rows to split; close over it in loss_fn"
+            )
     (first, (size, *_)), *others = shapes.items()
     for name, (other, *_) in others:
         if other != size:
-            raise ValueError(f"{what}: {first} has {size} rows and {name} has {other}; they must agree")
+            raise ValueError(
+                f"{what}: {first} has {size} rows and {name} has {other}; they must agree"
+            )
     return first, size
 
 
@@ -140,7 +162,8 @@ def _devices_of_batch(leaves: list[Any], specs: Sequence[PartitionSpec | None]) 
 class AggregationMethod(enum.Enum):
     """The method of summing the gradients of microbatches.
 
-    `DEFAULT` keeps a running sum. `ADD_N` keeps all gradients and sums them once, which rounds less.
+    `DEFAULT` keeps a running sum. `ADD_N` keeps all gradients and sums them once, which rounds
+    less.
     """
 
     DEFAULT = "default"
@@ -177,9 +200,9 @@ def accumulate(
 ) -> LossResult:
     """Accumulate the results of all microbatches of a batch, in a loop over them.
 
-    `part_fn(model_state, microbatch, i)` is called for the parts of `split_batch`; `sums` are zeros for the gradients;
-    `square` returns the squared norm of gradients. The result has means and sums as in `compute_gradients`;
-    `IndexedSlices` contain the rows of all microbatches.
+    `part_fn(model_state, microbatch, i)` is called for the parts of `split_batch`; `sums` are zeros
+    for the gradients; `square` returns the squared norm of gradients. The result has means and sums
+    as in `compute_gradients`; `IndexedSlices` contain the rows of all microbatches.
     """
     examples, num_parts = jax.tree.leaves(parts)[0].shape[:2]
     carries_sums = method is AggregationMethod.DEFAULT
@@ -198,7 +221,8 @@ def accumulate(
         if carries_sums:
             sums, gradients = _add_dense(sums, gradients)
         others = summands(weight, (result.aux, result.summaries))
-        return (result.model_state, sums), (gradients, weigh(result.loss, weight), weight, squared, others)
+        outputs = (gradients, weigh(result.loss, weight), weight, squared, others)
+        return (result.model_state, sums), outputs
 
     carry = (model_state, sums if carries_sums else [])
     (model_state, sums), (gradients, losses, weights, squared, others) = scan(
@@ -216,7 +240,9 @@ def accumulate(
             return mean(meshes.reduce_unreduced(sums[i]))
         return mean(jnp.sum(stacked, axis=0))
 
-    aux, summaries = means(mean, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0, dtype=leaf.dtype), others))
+    aux, summaries = means(
+        mean, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0, dtype=leaf.dtype), others)
+    )
     grads = [average_gradient(i, stacked) for i, stacked in enumerate(gradients)]
     squares = None
     if square is not None:
@@ -225,9 +251,10 @@ def accumulate(
 
 
 def _add_dense(sums: list[Array], gradients: list[Any]) -> tuple[list[Array], list[Any]]:
-    """Add the gradients that are arrays to their sums; return the sums, and what the loop stacks instead.
+    """Add the gradients that are arrays to their sums; return the sums, and what the loop stacks.
 
-    That is () for a gradient that was added. A sum without gradients is carried unchanged, which costs nothing.
+    That is () for a gradient that was added. A sum without gradients is carried unchanged, which
+    costs nothing.
     """
     new_sums: list[Array] = []
     stacked: list[Any] = []
@@ -242,8 +269,10 @@ def _add_dense(sums: list[Array], gradients: list[Any]) -> tuple[list[Array], li
 
 
 def summands(weight: Array | None, outputs: Tree) -> Any:
-    """Return what the outputs of a part add to the sums of all parts; `means` makes the results of these."""
-    return jax.tree_util.tree_map_with_path(functools.partial(_summand, weight), outputs, is_leaf=_is_ratio)
+    """Return what a part's outputs add to the sums of all parts; `means` makes results of these."""
+    return jax.tree_util.tree_map_with_path(
+        functools.partial(_summand, weight), outputs, is_leaf=_is_ratio
+    )
 
 
 def means(mean: Callable[[Array], Array], sums: Tree) -> Any:
@@ -254,7 +283,10 @@ def means(mean: Callable[[Array], Array], sums: Tree) -> Any:
 
 
 def division(parts: int, weight: Array | None) -> Callable[[Array], Array]:
-    """Return a function that divides a sum over parts by their number, or by their total weight unless it is 0."""
+    """Return a function that divides a sum over parts by their number, or by their total weight.
+
+    It does not divide by a total weight of 0.
+    """
     if weight is None:
         total = jnp.float32(parts)
     else:
@@ -275,7 +307,8 @@ def _summand(weight: Array | None, keys: Any, leaf: Any) -> Any:
         return weigh(leaf, weight)
     if trees.is_key(leaf):
         raise TypeError(
-            f"aux: {trees.quote_path(trees.path_str(keys[1:]))} is a key, which has no mean; return it in model_state"
+            f"aux: {trees.quote_path(trees.path_str(keys[1:]))} is a key, which has no mean; "
+            "return it in model_state"
         )
     return leaf if leaf.dtype.itemsize >= 4 else leaf.astype(jnp.int32)
 
@@ -289,7 +322,10 @@ def part_weight(weight_fn: Callable[..., Any] | None, batch: tuple[Any, ...]) ->
         return None
     weight = weight_fn(*batch)
     if np.ndim(weight):
-        raise ValueError(f"weight_fn returned shape {np.shape(weight)}; it must return a scalar for each microbatch")
+        raise ValueError(
+            f"weight_fn returned shape {np.shape(weight)}; "
+            "it must return a scalar for each microbatch"
+        )
     dtype = jnp.result_type(weight)
     if not trees.is_floating(dtype):
         dtype = np.dtype(np.float32)
@@ -308,16 +344,23 @@ def weigh(value: Array, weight: Array | None) -> Array:
 
 # Reduction of microbatch gradients over the devices once per step instead of once per microbatch.
 #
-# On Explicit axes, JAX types determine where a reduction takes place. Parameters of type `reduced` over the batch axis
-# have gradients of type `unreduced`, which are summed on each device and reduced when their type is changed back. JAX
-# rejects such parameters outside of matrix products, so the gradients of parameters with other uses are accumulated as
-# usual.
+# On Explicit axes, JAX types determine where a reduction takes place. Parameters of type `reduced`
+# over the batch axis have gradients of type `unreduced`, which are summed on each device and
+# reduced when their type is changed back. JAX rejects such parameters outside of matrix products,
+# so the gradients of parameters with other uses are accumulated as usual.
 
 
 def reduce_once(
-    fn: Callable[[Any, Any], Any], params: Tree, parts: object, loss: Callable[[Any, Any], Array], indices: list[int]
+    fn: Callable[[Any, Any], Any],
+    params: Tree,
+    parts: object,
+    loss: Callable[[Any, Any], Array],
+    indices: list[int],
 ) -> Any:
-    """Return `fn(params, parts)`, with gradients reduced once if the uses of the parameters in `loss` allow it."""
+    """Return `fn(params, parts)`, with gradients reduced once if possible.
+
+    That depends on the uses of the parameters in `loss`.
+    """
     axes: set[str] = set()  # the axes over which the rows of each part are sharded
     for leaf in jax.tree.leaves(parts):
         if meshes.explicit_mesh(leaf) is None:
@@ -357,7 +400,8 @@ def reduce_once(
                 reduced.append(jax.sharding.reshard(leaves[i], NamedSharding(sharding.mesh, spec)))
             return fn(treedef.unflatten(trees.replace_leaves(leaves, able, reduced)), parts)
 
-        with contextlib.suppress(Exception):  # JAX has no rule for an operation of the loss: fall back
+        with contextlib.suppress(Exception):
+            # If JAX has no rule for an operation of the loss, fall back.
             return meshes.atomic(call_with_reduced, params, parts)
     return fn(params, parts)
 
@@ -368,18 +412,23 @@ def zeros_of_gradient(leaf: Array) -> Array:
     mesh = meshes.explicit_mesh(leaf)
     if mesh is None:
         return jnp.zeros_like(leaf, dtype=dtype)
-    spec = PartitionSpec(*meshes.dims_of(meshes.spec_of(leaf)), unreduced=meshes.spec_of(leaf).reduced)
+    spec = PartitionSpec(
+        *meshes.dims_of(meshes.spec_of(leaf)), unreduced=meshes.spec_of(leaf).reduced
+    )
     return jax.sharding.reshard(jnp.zeros(leaf.shape, dtype), NamedSharding(mesh, spec))
 
 
-_SAME_ELEMENTS = frozenset({"convert_element_type", "copy", "copy_p", "reshape", "squeeze", "transpose"})
+_SAME_ELEMENTS = frozenset(
+    {"convert_element_type", "copy", "copy_p", "reshape", "squeeze", "transpose"}
+)
 """Operations whose result is their operand in another form: its uses are those of the operand."""
 
 
 def _other_uses(body: Subprogram, arguments: Sequence[frozenset[int]]) -> set[int]:
     """Return the arguments that a program uses in anything but matrix products.
 
-    The program is evaluated on sets of arguments in place of arrays: those whose elements an array has.
+    The program is evaluated on sets of arguments in place of arrays: those whose elements an array
+    has.
     """
     others: set[int] = set()
 
@@ -401,11 +450,12 @@ def _other_uses(body: Subprogram, arguments: Sequence[frozenset[int]]) -> set[in
 
 # Estimates of the gradient noise from the gradients of microbatches.
 #
-# Let G be the true gradient and Σ the covariance of the gradient of one example. The gradient of a microbatch of weight
-# w has an expected squared norm of |G|² + tr Σ/w, and the gradient of the whole batch of weight W one of |G|² + tr Σ/W.
-# Squared norms at two weights determine both unknowns: tr Σ = (small − big)·W/(n − 1) and |G|² = big − tr Σ/W, where
-# big is the squared norm of the mean, small the weighted mean of the squared norms of the parts, and W the sum of the
-# n positive weights.
+# Let G be the true gradient and Σ the covariance of the gradient of one example. The gradient of a
+# microbatch of weight w has an expected squared norm of |G|² + tr Σ/w, and the gradient of the
+# whole batch of weight W one of |G|² + tr Σ/W. Squared norms at two weights determine both
+# unknowns: tr Σ = (small − big)·W/(n − 1) and |G|² = big − tr Σ/W, where big is the squared norm of
+# the mean, small the weighted mean of the squared norms of the parts, and W the sum of the n
+# positive weights.
 
 
 def squared_norm(gradients: Sequence[Any], scale: Array | None = None) -> Array:
@@ -425,7 +475,7 @@ def squared_norm(gradients: Sequence[Any], scale: Array | None = None) -> Array:
 
 
 def together_squared(squares: Sequence[Squares | None]) -> Squares | None:
-    """Combine squared norms of gradients with respect to different parameters, for the same parts."""
+    """Combine squared norms of gradients for the same parts, by different parameters."""
     present = [s for s in squares if s is not None]
     if not present:
         return None
@@ -440,7 +490,7 @@ def together_squared(squares: Sequence[Squares | None]) -> Squares | None:
 
 
 def estimate_noise(squares: Squares) -> GradientNoise:
-    """Return unbiased estimates of tr Σ and |G|²; NaN if fewer than two parts have a positive weight.
+    """Return unbiased estimates of tr Σ and |G|²; NaN if fewer than two parts have weight > 0.
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), appendix A.
     """

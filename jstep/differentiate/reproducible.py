@@ -1,7 +1,7 @@
 """Bitwise reproducible evaluation of a function on any number of devices, for lanes.
 
-Elementwise operations stay sharded, except on CPUs; sums over whole arrays are computed over L blocks in the tree of
-the lanes; every device computes all other operations on whole arrays.
+Elementwise operations stay sharded, except on CPUs; sums over whole arrays are computed over L
+blocks in the tree of the lanes; every device computes all other operations on whole arrays.
 """
 
 import collections
@@ -54,8 +54,12 @@ def evaluate_reproducibly(lanes: Lanes | None, fn: Callable[..., Any], *args: An
     return rebuilds[-1](_evaluated(lanes, jaxprs.body_of(program), arrays, witness))
 
 
-def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness: Array) -> list[Array]:
-    program, _ = trace_on_lanes(lanes, lambda values: jaxprs.evaluate(body, values, _inlined), list(values))
+def _evaluated(
+    lanes: Lanes, body: Subprogram, values: Sequence[Array], witness: Array
+) -> list[Array]:
+    program, _ = trace_on_lanes(
+        lanes, lambda values: jaxprs.evaluate(body, values, _inlined), list(values)
+    )
     jaxpr = program.jaxpr
     # Variable → the numbers of the operations that use it; -1 for the caller of the program.
     users = {atom: {-1} for atom in jaxprs.variables(jaxpr.outvars)}
@@ -70,7 +74,9 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
     for op in operations:
         if not jaxprs.variables(op.eqn.invars):
             free.update(dict.fromkeys(op.eqn.outvars, op.eqn))
-    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *values], strict=True))
+    env: dict[Any, Any] = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *values], strict=True)
+    )
 
     def read(atom: object) -> Any:
         if isinstance(atom, core.Literal):
@@ -81,7 +87,10 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
         return value
 
     def compute_together(call: Callable[..., list[Array]], group: Sequence[Operation]) -> None:
-        """Make one program of some operations; `call(program, inputs)` computes what others use of its results."""
+        """Make one program of some operations.
+
+        `call(program, inputs)` computes what others use of its results.
+        """
         # Dicts are ordered sets here.
         outputs: dict[Any, None] = {}
         used: dict[Any, None] = {}
@@ -100,23 +109,29 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
         def sharded(args: list[Array]) -> list[Array]:
             return isolate(program, list(map(lanes.placed, args)), witness)
 
-        # Since JAX 0.12, roundings of XLA's CPU compiler depend on the shape of a loop over elements.
+        # Since JAX 0.12, roundings of XLA's CPU compiler depend on the shape of a loop over
+        # elements.
         def whole(args: list[Array]) -> list[Array]:
-            return list(map(lanes.everywhere, isolate(program, list(map(lanes.everywhere, args)), witness)))
+            results = isolate(program, list(map(lanes.everywhere, args)), witness)
+            return list(map(lanes.everywhere, results))
 
         return list(map(lanes.placed, jax.lax.platform_dependent(args, cpu=whole, default=sharded)))
 
     def sum_blocks(program: Any, args: list[Array]) -> list[Array]:
         dims: Any = [meshes.largest_divisible(x.shape, lanes.number) for x in args]
         fn = core.jaxpr_as_fun(program)
-        return list(sum_over_lanes(lanes, lambda i, _, blocks: fn(*blocks), [], args, dims, witness))
+        return list(
+            sum_over_lanes(lanes, lambda i, _, blocks: fn(*blocks), [], args, dims, witness)
+        )
 
     def compute_whole(program: Any, args: list[Array]) -> list[Array]:
         everywhere = PartitionSpec()
         spread = lanes.spread(functools.partial(isolate, program), everywhere, everywhere)
         return list(spread(args, witness))
 
-    for level in _levels(lanes.number, [op for op in operations if jaxprs.variables(op.eqn.invars)]):
+    for level in _levels(
+        lanes.number, [op for op in operations if jaxprs.variables(op.eqn.invars)]
+    ):
         if level[SHARDS]:
             compute_together(compute_on_shards, level[SHARDS])
         if level[SUM]:
@@ -138,7 +153,9 @@ def _inlined(operation: Operation, values: list[Any]) -> Sequence[Any]:
 
 def _levels(number: int, operations: Sequence[Operation]) -> Iterator[dict[str, list[Operation]]]:
     """Group operations by way: in a level, operations on shards come first, then sums."""
-    levels: dict[int, dict[str, list[Operation]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    levels: dict[int, dict[str, list[Operation]]] = collections.defaultdict(
+        lambda: collections.defaultdict(list)
+    )
     ready: dict[Any, int] = collections.defaultdict(int)  # the level in which a value is known
     whole: dict[Any, int] = {}  # the level in which every device has computed it, as a whole
     for operation in operations:
@@ -154,7 +171,8 @@ def _levels(number: int, operations: Sequence[Operation]) -> Iterator[dict[str, 
             number_of_level = max(number_of_level, first)
         levels[number_of_level][way].append(operation)
         for atom in operation.eqn.outvars:
-            # Operations on shards come first in a level, so that others of the same level may use their results.
+            # Operations on shards come first in a level, so that others of the same level may use
+            # their results.
             ready[atom] = number_of_level if way == SHARDS else number_of_level + 1
             if way == WHOLE:
                 whole[atom] = number_of_level
@@ -189,10 +207,12 @@ def _is_inexact(atom: Any) -> bool:
 
 
 def _connected(operations: Sequence[Operation]) -> list[list[Operation]]:
-    """Group operations that use each other's results, so that not all arrays have to be whole at the same time."""
+    """Group operations that use each other's results, so that not all arrays are whole together."""
     group_of: dict[Any, list[Operation]] = {}
     for operation in operations:
-        used = [group_of[atom] for atom in jaxprs.variables(operation.eqn.invars) if atom in group_of]
+        used = [
+            group_of[atom] for atom in jaxprs.variables(operation.eqn.invars) if atom in group_of
+        ]
         first, *others = {id(group): group for group in used}.values() or [[]]
         # The operation joins all groups whose results it uses.
         added = [operation]
@@ -205,7 +225,9 @@ def _connected(operations: Sequence[Operation]) -> list[list[Operation]]:
     return [sorted(group, key=lambda member: member.number) for group in groups]
 
 
-def _apart(lanes: Lanes, operation: Operation, values: Sequence[Any], witness: Array) -> Sequence[Any]:
+def _apart(
+    lanes: Lanes, operation: Operation, values: Sequence[Any], witness: Array
+) -> Sequence[Any]:
     def run_body(i: int, *values: object) -> list[Array]:
         return _evaluated(lanes, operation.bodies[i], list(map(jnp.asarray, values)), witness)
 

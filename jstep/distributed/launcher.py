@@ -1,4 +1,4 @@
-"""Initialization of multi-process training, from arguments and the environment variables of launchers."""
+"""Initialization of multi-process training, from arguments and launchers' environment variables."""
 
 import os
 import socket
@@ -16,7 +16,11 @@ _COUNT = "num_processes"
 _INDEX = "process_id"
 _FIELDS = (_ADDRESS, _COUNT, _INDEX)
 _JAX = {_ADDRESS: "JAX_COORDINATOR_ADDRESS", _COUNT: "JAX_NUM_PROCESSES", _INDEX: "JAX_PROCESS_ID"}
-_SKYPILOT = {_ADDRESS: "SKYPILOT_NODE_IPS", _COUNT: "SKYPILOT_NUM_NODES", _INDEX: "SKYPILOT_NODE_RANK"}
+_SKYPILOT = {
+    _ADDRESS: "SKYPILOT_NODE_IPS",
+    _COUNT: "SKYPILOT_NUM_NODES",
+    _INDEX: "SKYPILOT_NODE_RANK",
+}
 _SIZES = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "TPU_WORKER_HOSTNAMES")
 """Variables of launchers that indicate several processes, by a number or by a list with commas."""
 _LOOPBACK = {"localhost", "127.0.0.1", "::1", "[::1]"}
@@ -45,36 +49,42 @@ def initialize(
     heartbeat_timeout_secs: int = 100,
     shutdown_timeout_secs: int = 300,
 ) -> None:
-    """Initialize JAX for several processes; must be called before JAX uses a device. A no-op with one process.
+    """Initialize JAX for several processes; must be called before JAX uses a device.
 
-    Without arguments it uses the launcher's settings: the variables `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and
-    `JAX_PROCESS_ID`; SkyPilot's variables (one process for each node); otherwise JAX's own detection of SLURM, Open
-    MPI, Cloud TPU and GKE. It does nothing if JAX is initialized already, as by Ray Train on GPUs and TPUs.
+    With one process, it does nothing. Without arguments it uses the launcher's settings: the
+    variables `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`; SkyPilot's
+    variables (one process for each node); otherwise JAX's own detection of SLURM, Open MPI, Cloud
+    TPU and GKE. It does nothing if JAX is initialized already, as by Ray Train on GPUs and TPUs.
 
     Args:
         coordinator_address: `"host:port"` of process 0.
         num_processes: The number of processes.
         process_id: The index of this process, 0 ≤ process_id < num_processes.
         initialization_timeout_secs: How long to wait for the other processes.
-        heartbeat_timeout_secs: How long a process may be silent before it counts as dead; the others then exit with an
-            error.
-        shutdown_timeout_secs: How long an exiting process waits for the others, which then exit with an error.
+        heartbeat_timeout_secs: How long a process may be silent before it counts as dead; the
+            others then exit with an error.
+        shutdown_timeout_secs: How long an exiting process waits for the others, which then exit
+            with an error.
 
     Raises:
-        ValueError: An argument or a variable is out of range or missing, or two disagree; names them.
+        ValueError: An argument or a variable is out of range or missing, or two disagree; names
+            them.
         TimeoutError: The coordinator cannot be reached; names its address.
-        RuntimeError: JAX is already in use, or is initialized with other processes than the arguments specify.
+        RuntimeError: JAX is already in use, or is initialized with other processes than the
+            arguments specify.
 
     Example:
         >>> import jstep
         >>> jstep.distributed.initialize(num_processes=1)
 
-    Source: `jax.distributed.initialize`. On CPUs, collectives use gloo. A coordinator with a loopback address listens
-    only on it; JAX's default is all interfaces. Under SLURM, each task gets the GPU of its `SLURM_LOCALID`, unless
-    `JAX_LOCAL_DEVICE_IDS` is set.
+    Source: `jax.distributed.initialize`. On CPUs, collectives use gloo. A coordinator with a
+    loopback address listens only on it; JAX's default is all interfaces. Under SLURM, each task
+    gets the GPU of its `SLURM_LOCALID`, unless `JAX_LOCAL_DEVICE_IDS` is set.
     """
     arguments = _check_arguments(coordinator_address, num_processes, process_id)
-    initialization_timeout_secs = as_int(initialization_timeout_secs, "initialization_timeout_secs", 1)
+    initialization_timeout_secs = as_int(
+        initialization_timeout_secs, "initialization_timeout_secs", 1
+    )
     heartbeat_timeout_secs = as_int(heartbeat_timeout_secs, "heartbeat_timeout_secs", 1)
     shutdown_timeout_secs = as_int(shutdown_timeout_secs, "shutdown_timeout_secs", 1)
     if jax.distributed.is_initialized():
@@ -112,7 +122,7 @@ def initialize(
             coordinator_bind_address=bind_address,
         )
     except RuntimeError:
-        # JAX is already in use. That is harmless with one process; with several, each would train separately.
+        # JAX is already in use. That is harmless with one process; several would train separately.
         if settings or _launcher_of_several():
             raise
     except ValueError as error:
@@ -120,8 +130,9 @@ def initialize(
         if not settings and not launcher and "should be defined" in str(error):
             return  # no cluster detected: one process
         raise ValueError(
-            f"{', '.join(map(str, settings.values())) or launcher}: {error} Set {', '.join(_JAX.values())}, all three, "
-            "or start the processes with srun; or pass num_processes=1 to train with a single process"
+            f"{', '.join(map(str, settings.values())) or launcher}: {error} Set "
+            f"{', '.join(_JAX.values())}, all three, or start the processes with srun; or pass "
+            "num_processes=1 to train with a single process"
         ) from error
 
 
@@ -153,11 +164,14 @@ def _check_range(settings: Mapping[str, _Setting]) -> None:
 
 def _check_same(name: str, wanted: int | None, current: int) -> None:
     if wanted is not None and wanted != current:
-        raise RuntimeError(f"{name}={wanted}: JAX is already initialized with {name}={current}; initialize only once")
+        raise RuntimeError(
+            f"{name}={wanted}: JAX is already initialized with {name}={current}; "
+            "initialize only once"
+        )
 
 
 def _find_settings(arguments: _Settings) -> _Settings:
-    """Complete the arguments by JAX's variables and, if something is missing still, by SkyPilot's."""
+    """Complete the arguments by JAX's variables and, if some are still missing, by SkyPilot's."""
     settings = _read_variables(_JAX) | arguments
     if len(settings) < len(_FIELDS):
         settings = _read_skypilot() | settings
@@ -185,7 +199,8 @@ def _read_skypilot() -> _Settings:
     if _ADDRESS in settings:
         # JAX's variable for the port, or one derived from the task, above Linux's ephemeral ports.
         task = os.environ.get("SKYPILOT_TASK_ID", "")
-        port = os.environ.get("JAX_COORDINATOR_PORT") or str(61440 + zlib.crc32(task.encode()) % 4096)
+        default_port = 61440 + zlib.crc32(task.encode()) % 4096
+        port = os.environ.get("JAX_COORDINATOR_PORT") or str(default_port)
         first_node = settings[_ADDRESS].value.split()[0]
         settings[_ADDRESS] = _Setting(f"{first_node}:{port}", _SKYPILOT[_ADDRESS])
     return settings
@@ -217,5 +232,7 @@ def _wait_for(host: str, port: int, address: _Setting, timeout: float) -> None:
                 return
         except OSError as error:
             if time.monotonic() >= end:
-                raise TimeoutError(f"{address} could not be reached within {timeout} s ({error})") from error
+                raise TimeoutError(
+                    f"{address} could not be reached within {timeout} s ({error})"
+                ) from error
             time.sleep(0.1)

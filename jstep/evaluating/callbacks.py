@@ -1,7 +1,7 @@
-"""Callbacks of evaluations that react to a metric: early stopping, and the reduction of a rate on a plateau.
+"""Callbacks of evaluations that react to a metric: early stopping, reducing rates on plateaus.
 
-`MetricReader` finds the metric among the results, `MetricCallback` keeps what a callback remembers in the checkpoints
-of its run. `keep_best.py` has the callback that saves.
+`MetricReader` finds the metric among the results, `MetricCallback` keeps what a callback remembers
+in the checkpoints of its run. `keep_best.py` has the callback that saves.
 """
 
 import math
@@ -33,8 +33,8 @@ class MetricReader(ShownAsTyped):
     # Such as `eval/`. Empty until a run has begun, and outside of runs.
     _log_prefix = ""
 
-    # What its `EvaluationHook` calls, by the functions below the class. A public name would be shown to users by
-    # completion, as one of the methods that are theirs to call.
+    # What its `EvaluationHook` calls, by the functions below the class. A public name would be
+    # shown to users by completion, as one of the methods that are theirs to call.
 
     def _use_run(self, run: RunInfo) -> None:
         """Called before `begin` of any hook."""
@@ -43,13 +43,16 @@ class MetricReader(ShownAsTyped):
         """Called before `begin`, with the function that measures."""
 
     def _leave_run(self) -> None:
-        """Called after `close`: forget what the run gave, as the callback may be called without one from here on."""
+        """Called after `close`: forget what the run gave.
+
+        From here on, the callback may be called without a run.
+        """
 
     def _prepare_run_save(self, step: int) -> None:
         """Called in the loop's thread before a save of the run."""
 
     def _wait_until_finished(self) -> None:
-        """Called in another thread before a save of the run appears; an error keeps it from appearing."""
+        """Called in another thread before a save of the run appears; an error prevents that."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -64,7 +67,8 @@ class MetricReader(ShownAsTyped):
             self._mode = "min"
         else:
             raise ValueError(
-                f'mode=None: must be "max" if higher values of {metric!r} are better, or "min" if lower ones are'
+                f'mode=None: must be "max" if higher values of {metric!r} are better, or "min" if '
+                "lower ones are"
             )
 
     @property
@@ -72,7 +76,7 @@ class MetricReader(ShownAsTyped):
         return self._mode
 
     def _use_names(self, prefix: str, names: Collection[str] | None) -> None:
-        """Note the prefix of logged names; check that the metric is one of `names`, if these are known."""
+        """Note the prefix of logged names; check that the metric is one of `names`, if known."""
         self._log_prefix = f"{prefix}/"
         if names is None:
             return
@@ -88,7 +92,8 @@ class MetricReader(ShownAsTyped):
             raise self._missing(results)
         if not is_number(results[name]):
             raise TypeError(
-                f"{type(self).__name__}: metric={name!r}: must be a number, evaluate returned {results[name]!r}"
+                f"{type(self).__name__}: metric={name!r}: must be a number, evaluate returned "
+                f"{results[name]!r}"
             )
         return float(read_values({name: results[name]})[name])
 
@@ -110,7 +115,9 @@ def leave_run(callback: object) -> None:
         callback._leave_run()
 
 
-def use_evaluation(callback: object, prefix: str, names: Collection[str] | None, evaluate: Any) -> None:
+def use_evaluation(
+    callback: object, prefix: str, names: Collection[str] | None, evaluate: Any
+) -> None:
     """Tell a callback what it will be called with.
 
     Args:
@@ -125,7 +132,8 @@ def use_evaluation(callback: object, prefix: str, names: Collection[str] | None,
 
 
 def prepare_run_save(callback: object, step: int) -> None:
-    # Not `before_save`, which users' callbacks may have: an object with it is a hook, and `KeepBest` is none.
+    # Not `before_save`, which users' callbacks may have: an object with it is a hook, and
+    # `KeepBest` is none.
     if isinstance(callback, MetricReader):
         callback._prepare_run_save(step)
 
@@ -136,7 +144,7 @@ def wait_until_finished(callback: object) -> None:
 
 
 def is_better(value: float, best: float | None, mode: str, margin: float = 0.0) -> bool:
-    """Return whether a value is better than the best one so far by more than a margin; NaN never is."""
+    """Return whether a value is better than the best so far by more than a margin; NaN never is."""
     if math.isnan(value):
         return False
     if best is None:
@@ -151,7 +159,8 @@ class CallbackState(NamedTuple):
         best: The best value so far; None before the first one.
         wait: The number of consecutive evaluations without an improvement.
         stopped_at: The step at which `EarlyStopping` stopped the run; None if it did not.
-        cooldown_counter: The number of evaluations that `ReduceOnPlateau` does not count as bad any more.
+        cooldown_counter: The number of evaluations that `ReduceOnPlateau` does not count as bad any
+            more.
     """
 
     best: float | None = None
@@ -160,7 +169,12 @@ class CallbackState(NamedTuple):
     cooldown_counter: int = 0
 
 
-_SAVED_AS = {"best": "best", "wait": "bad", "stopped_at": "stopped_at", "cooldown_counter": "cooling"}
+_SAVED_AS = {
+    "best": "best",
+    "wait": "bad",
+    "stopped_at": "stopped_at",
+    "cooldown_counter": "cooling",
+}
 """Field of a `CallbackState` → its name in checkpoints, which belongs to their format."""
 _SAVED_DEFAULTS = {key: CallbackState._field_defaults[name] for name, key in _SAVED_AS.items()}
 
@@ -168,8 +182,8 @@ _SAVED_DEFAULTS = {key: CallbackState._field_defaults[name] for name, key in _SA
 class MetricCallback(MetricReader):
     """Base class of callbacks that react to a metric, and whose state is saved.
 
-    An evaluation that takes place only because its run ends is not passed to them: if the run is continued, k + k steps
-    count as many evaluations as 2k.
+    An evaluation that takes place only because its run ends is not passed to them: if the run is
+    continued, k + k steps count as many evaluations as 2k.
     """
 
     on_cadence_only: bool = True
@@ -179,7 +193,9 @@ class MetricCallback(MetricReader):
 
     def __init__(self, watched: Mapping[str, Any], key: str | None) -> None:
         super().__init__(watched["metric"], watched["mode"])
-        self.key = None if key is None else as_string(key, "key", "the name of its state in checkpoints, or None")
+        self.key = key
+        if key is not None:
+            self.key = as_string(key, "key", "the name of its state in checkpoints, or None")
         # With another of these, a saved state means something else.
         self._watched = {**watched, "mode": self._mode}
         self.watches = ", ".join(name for argument, name in watched.items() if argument != "mode")
@@ -227,26 +243,30 @@ register_format(
 
 @explains_attributes
 class EarlyStopping(MetricCallback):
-    """Stop training when a metric has not improved for `patience` evaluations; a callback of `EvaluationHook`.
+    """Stop training when a metric has not improved for `patience` evaluations.
 
-    An evaluation is an improvement if it is better than the best value so far by more than `min_delta`; NaN never is.
-    The state is saved in checkpoints, so a stopped run stays stopped. To continue it, pass `reset=True` or a larger
-    patience. A branch of a run begins with its best value, and counts from 0.
+    This is a callback of `EvaluationHook`. An evaluation is an improvement if it is better than the
+    best value so far by more than `min_delta`; NaN never is. The state is saved in checkpoints, so
+    a stopped run stays stopped. To continue it, pass `reset=True` or a larger patience. A branch of
+    a run begins with its best value, and counts from 0.
 
     Args:
         metric: The name of a metric that evaluate returns, or its logged name such as `eval/loss`.
-        patience: Number of consecutive evaluations without improvement after which training stops, ≥ 1.
-        mode: `"min"` if lower values are better, `"max"` if higher values are; None for `"min"` if the name ends in
-            loss, error or perplexity, otherwise an error.
+        patience: Number of consecutive evaluations without improvement after which training stops,
+            ≥ 1.
+        mode: `"min"` if lower values are better, `"max"` if higher values are; None for `"min"` if
+            the name ends in loss, error or perplexity, otherwise an error.
         min_delta: ≥ 0; the change must exceed it.
-        start_after: A step, ≥ 0; evaluations up to it are ignored, such as those of a warmup. 0 ignores none.
+        start_after: A step, ≥ 0; evaluations up to it are ignored, such as those of a warmup. 0
+            ignores none.
         reset: Whether to ignore the state in the checkpoint each time a run is started again.
         key: The name of its state in checkpoints; None for its class and metric.
 
     Attributes:
         best: The best value so far; None before the first one.
         wait: Number of consecutive evaluations without improvement.
-        stop_reason: Why and at which step it stopped the run, and how to continue; None if it did not.
+        stop_reason: Why and at which step it stopped the run, and how to continue; None if it did
+            not.
         on_cadence_only: True: off-schedule evaluations (the last one of a run) are ignored.
 
     Raises:
@@ -327,7 +347,8 @@ class EarlyStopping(MetricCallback):
             return False
         super().set_state(value)
         if self._is_new_branch and self._progress.stopped_at is not None:
-            # What stopped the parent run does not stop its branch, which may have been made for that reason.
+            # What stopped the parent run does not stop its branch, which may have been made for
+            # that reason.
             self._progress = CallbackState(best=self._progress.best)
         if self.stop_reason is None:  # with more patience than before
             self._progress = self._progress._replace(stopped_at=None)
@@ -336,15 +357,17 @@ class EarlyStopping(MetricCallback):
 
 @explains_attributes
 class ReduceOnPlateau(MetricCallback):
-    """Multiply a held hyperparameter by `factor` when a metric stops improving; a callback of `EvaluationHook`.
+    """Multiply a held hyperparameter by `factor` when a metric stops improving.
 
-    An evaluation is good if the metric is better than the best by more than threshold·|best|, and bad otherwise. The
-    value is reduced after more than `patience` bad evaluations in a row, unless it would change by at most 1e-8. The
-    counters are saved in checkpoints.
+    This is a callback of `EvaluationHook`. An evaluation is good if the metric is better than the
+    best by more than threshold·|best|, and bad otherwise. The value is reduced after more than
+    `patience` bad evaluations in a row, unless it would change by at most 1e-8. The counters are
+    saved in checkpoints.
 
     Args:
         metric: As in `EarlyStopping`.
-        name: The name of the held hyperparameter, `jstep.held(name, value)` in the optimizer, with its prefix if any.
+        name: The name of the held hyperparameter, `jstep.held(name, value)` in the optimizer, with
+            its prefix if any.
         factor: The factor, in (0, 1).
         patience: Number of consecutive bad evaluations to tolerate, ≥ 0.
         mode: As in `EarlyStopping`.
@@ -359,12 +382,14 @@ class ReduceOnPlateau(MetricCallback):
         on_cadence_only: True, as in `EarlyStopping`.
 
     Raises:
-        KeyError: In a run: evaluate does not return the metric, or the state holds no such hyperparameter.
+        KeyError: In a run: evaluate does not return the metric, or the state holds no such
+            hyperparameter.
         ValueError: An argument is out of range, or the metric needs a mode.
 
     Example:
         >>> import jstep
-        >>> state = jstep.TrainState.create({"w": 1.0}, jstep.adam(jstep.held("learning_rate", 0.5)))
+        >>> optimizer = jstep.adam(jstep.held("learning_rate", 0.5))
+        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
         >>> reduce = jstep.ReduceOnPlateau("loss", "learning_rate", factor=0.5, patience=1)
         >>> for step, loss in enumerate([3.0, 2.0, 2.0, 2.0]):
         ...     state = reduce(step, state, {"loss": loss}) or state
@@ -402,7 +427,9 @@ class ReduceOnPlateau(MetricCallback):
         with internal_transfers():
             get_hyperparameter(state, self._name)  # a KeyError before the first step
 
-    def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> TrainState | None:
+    def __call__(
+        self, step: int, state: TrainState, results: Mapping[str, Any]
+    ) -> TrainState | None:
         value = self._score(results)
         self._count(value)
         if self._progress.wait <= self._patience:
@@ -411,7 +438,7 @@ class ReduceOnPlateau(MetricCallback):
         return self._reduce(step, state)
 
     def _count(self, value: float) -> None:
-        """Count an evaluation, as torch does: during the cooldown, also the newest one is not bad."""
+        """Count an evaluation, as torch does: in the cooldown, even the newest one is not bad."""
         progress = self._progress
         best = progress.best
         if best is None:
@@ -433,5 +460,12 @@ class ReduceOnPlateau(MetricCallback):
             if old - new <= _SMALLEST_CHANGE:
                 return None
             if processes.is_process_0():
-                logger.info("step %d: %s is on a plateau; %s %g, was %g", step, self.metric, self._name, new, old)
+                logger.info(
+                    "step %d: %s is on a plateau; %s %g, was %g",
+                    step,
+                    self.metric,
+                    self._name,
+                    new,
+                    old,
+                )
             return set_hyperparameter(state, self._name, new)

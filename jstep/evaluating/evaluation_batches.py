@@ -39,27 +39,36 @@ from jstep.data.sequence import BatchSequence
 MAX_BATCHES = 1_000_000
 """A source without a length that yields more batches than this counts as endless."""
 
-_ENDLESS = "an evaluation reads all batches; give batches that end, such as jstep.batches(…, num_epochs=1)"
+_ENDLESS = (
+    "an evaluation reads all batches; give batches that end, such as jstep.batches(…, num_epochs=1)"
+)
 _ENDED = -1
 _FAILED = -2
 _GLOBAL = -3
 """In place of a number of rows: the batches have ended, fetching failed, or the batch is global."""
 _MAX_GROUP = 16
 _GROUP_BYTES = 2**26
-"""The batches whose numbers of rows are exchanged at once, and their size in each process, unless one is larger."""
+"""The batches whose numbers of rows are exchanged at once, and their size in each process, unless
+one is larger."""
 
 
 class EvaluationBatches:
-    """The batches of an evaluation, for repeated iteration; an iterator that cannot be reset is used only once."""
+    """The batches of an evaluation, for repeated iteration.
+
+    An iterator that cannot be reset is used only once.
+    """
 
     def __init__(self, batches: Tree) -> None:
         _check(batches)
         self.source = batches
         self._is_iterator = hasattr(batches, "__next__")
-        self._has_state = self._is_iterator and hasattr(batches, "get_state") and hasattr(batches, "set_state")
+        self._has_state = (
+            self._is_iterator and hasattr(batches, "get_state") and hasattr(batches, "set_state")
+        )
         self._beginning = copy.deepcopy(batches.get_state()) if self._has_state else None
         self._used = False
-        # A loader's first batch, which `first_shapes` has read ahead of an evaluation, and the iterator of the others.
+        # A loader's first batch, which `first_shapes` has read ahead of an evaluation, and the
+        # iterator of the others.
         self._begun: tuple[Any, Iterator[Any]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -67,7 +76,8 @@ class EvaluationBatches:
             self.source.set_state(copy.deepcopy(self._beginning))
         elif self._used and self._is_iterator:
             raise ValueError(
-                f"batches={format_value(self.source)}: an iterator that an evaluation has exhausted; give jstep.batches"
+                f"batches={format_value(self.source)}: an iterator that an evaluation has "
+                "exhausted; give jstep.batches"
             )
         self._used = True
         number = 0
@@ -76,10 +86,15 @@ class EvaluationBatches:
                 raise ValueError(f"batches: no end after {MAX_BATCHES} of them; {_ENDLESS}")
             yield batch
         if number == 0:
-            raise ValueError(f"batches={format_value(self.source)}: empty, there is nothing to evaluate")
+            raise ValueError(
+                f"batches={format_value(self.source)}: empty, there is nothing to evaluate"
+            )
 
     def first_shapes(self, shardings: Tree) -> tuple[Any, ...] | None:
-        """Return the first batch as shapes, with which errors are found before the first step; None if not known."""
+        """Return the first batch as shapes; None if it is not known.
+
+        With these, errors are found before the first step.
+        """
         try:
             args = self._first_args()
         except Exception:  # the evaluation raises it, unless the batches are not ready yet
@@ -87,15 +102,19 @@ class EvaluationBatches:
         if args is None:
             return None
         if shardings is None:
-            is_host = (np.ndarray, np.generic)  # a JAX array, a shape or a Python number stays as it is
-            return jax.tree.map(lambda leaf: _device_shape(leaf) if isinstance(leaf, is_host) else leaf, args)
+            # A JAX array, a shape or a Python number stays as it is.
+            is_host = (np.ndarray, np.generic)
+            return jax.tree.map(
+                lambda leaf: _device_shape(leaf) if isinstance(leaf, is_host) else leaf, args
+            )
         return _map_leaves(_device_shape, args, shardings)
 
     def _first_args(self) -> tuple[Any, ...] | None:
         batches = self.source
         if isinstance(batches, BatchSequence):
             return trees.batch_to_args(batches.shapes(0))
-        if isinstance(batches, Sequence):  # read again by the evaluation: a hook may change it until then
+        if isinstance(batches, Sequence):
+            # It is read again by the evaluation: a hook may change it until then.
             return trees.batch_to_args(copy_batch(batches[0]))
         if self._is_iterator or not hasattr(batches, "__iter__") or hasattr(batches, "state_dict"):
             return None  # to read it would change its position
@@ -105,10 +124,11 @@ class EvaluationBatches:
         return trees.batch_to_args(self._begun[0])
 
     def first_hash(self) -> str | None:
-        """Return a hash of the first batch; None if it is not known, or if each process has its own."""
+        """Return a hash of the first batch; None if unknown, or if each process has its own."""
         if not processes.is_single_process():
             return None
-        begun = self._begun  # read once: this is called in another thread than `_items`, which sets it to None
+        # Read once: this is called in another thread than `_items`, which sets it to None.
+        begun = self._begun
         if begun is not None:
             batch = begun[0]
         elif isinstance(self.source, BatchSequence | Sequence):
@@ -134,15 +154,24 @@ def _device_shape(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 def _check(batches: Tree) -> None:
     if isinstance(batches, Mapping | str | bytes):
         raise TypeError(
-            f"batches: must be a source of batches, got a {type(batches).__name__}; for one batch give [batch]"
+            "batches: must be a source of batches, got a "
+            f"{type(batches).__name__}; for one batch give [batch]"
         )
-    is_iterable = any(hasattr(batches, method) for method in ("__iter__", "__next__", "__getitem__"))
+    is_iterable = any(
+        hasattr(batches, method) for method in ("__iter__", "__next__", "__getitem__")
+    )
     if isinstance(batches, type) or not (is_iterable or callable(batches)):
-        raise TypeError(f"batches={format_value(batches)}: must be an iterable or a sequence of batches")
+        raise TypeError(
+            f"batches={format_value(batches)}: must be an iterable or a sequence of batches"
+        )
     if not is_iterable:
-        raise ValueError(f"batches={format_value(batches)}: a function of the step has no end; {_ENDLESS}")
+        raise ValueError(
+            f"batches={format_value(batches)}: a function of the step has no end; {_ENDLESS}"
+        )
     whole = getattr(batches, "_batches", batches)  # of an iterator over `jstep.batches`
-    has_length_if_finite = isinstance(whole, itertools.count | itertools.cycle | itertools.repeat | BatchSequence)
+    has_length_if_finite = isinstance(
+        whole, itertools.count | itertools.cycle | itertools.repeat | BatchSequence
+    )
     if has_length_if_finite and operator.length_hint(whole, -1) < 0:
         raise ValueError(f"batches={format_value(batches)}: has no end; {_ENDLESS}")
     if not isinstance(whole, Batches):
@@ -153,8 +182,8 @@ def _check(batches: Tree) -> None:
     dropped = whole.num_rows - whole.steps_per_epoch * size
     if dropped > 0:
         logger.warning(
-            "evaluator: batches=%s: %d of %d rows are not evaluated: they do not fill a batch, and drop_remainder=True "
-            "drops them; give jstep.batches(…, drop_remainder=False)",
+            "evaluator: batches=%s: %d of %d rows are not evaluated: they do not fill a batch, and "
+            "drop_remainder=True drops them; give jstep.batches(…, drop_remainder=False)",
             whole,
             dropped,
             whole.num_rows,
@@ -165,12 +194,16 @@ def check_sharding(batch_sharding: object) -> None:
     def is_leaf(leaf: object) -> bool:
         return isinstance(leaf, PartitionSpec) or is_axes(leaf)
 
-    others = jax.tree.map(lambda leaf: None if is_axes(leaf) else leaf, batch_sharding, is_leaf=is_leaf)
+    others = jax.tree.map(
+        lambda leaf: None if is_axes(leaf) else leaf, batch_sharding, is_leaf=is_leaf
+    )
     make_placer(others, "batch_sharding")
 
 
 def batch_shardings(batch_sharding: object, state: Tree) -> Any:
-    return None if batch_sharding is None else as_shardings(shardings_of_axes(batch_sharding, state))
+    return (
+        None if batch_sharding is None else as_shardings(shardings_of_axes(batch_sharding, state))
+    )
 
 
 def place_batches(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any, ...]]:
@@ -181,11 +214,18 @@ def place_batches(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any
         return
     for args in arguments:
         SignsOfLife.evaluation_batches += 1
-        with internal_transfers():  # left before the yield, because the caller's transfers are not internal
+        with internal_transfers():
+            # Left before the yield, because the caller's transfers are not internal.
             if shardings is not None:
-                args = _map_leaves(lambda x, layout: jax.device_put(x, fitting(layout, np.shape(x))), args, shardings)
+                args = _map_leaves(
+                    lambda x, layout: jax.device_put(x, fitting(layout, np.shape(x))),
+                    args,
+                    shardings,
+                )
             elif is_single:  # else it is the same on all processes, or global already
-                args = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), args)
+                args = jax.tree.map(
+                    lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), args
+                )
         yield args
 
 
@@ -198,7 +238,9 @@ def num_examples(args: Any) -> int | str:
     return next(iter(sizes))
 
 
-def _map_leaves(fn: Callable[[Any, Any], Any], args: tuple[Any, ...], shardings: Tree) -> tuple[Any, ...]:
+def _map_leaves(
+    fn: Callable[[Any, Any], Any], args: tuple[Any, ...], shardings: Tree
+) -> tuple[Any, ...]:
     batch = args if trees.is_plain_tuple(shardings) or len(args) != 1 else args[0]
     leaf_shardings = jax.tree.broadcast(shardings, batch, is_leaf=lambda x: isinstance(x, Sharding))
     return tuple(jax.tree.map(fn, args, leaf_shardings if batch is args else (leaf_shardings,)))
@@ -208,7 +250,8 @@ class _Group(NamedTuple):
     """The next batches of this process, of which all processes are told at once.
 
     Attributes:
-        batches: Those that were fetched; fewer than `counts` if they have ended, or if fetching failed.
+        batches: Those that were fetched; fewer than `counts` if they have ended, or if fetching
+            failed.
         counts: The number of rows of each batch, or what is in its place.
         failure: Why fetching failed.
     """
@@ -220,16 +263,20 @@ class _Group(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The size of its largest batch."""
-        sizes = [sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(args)) for args in self.batches]
+        sizes = [
+            sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(args))
+            for args in self.batches
+        ]
         return max(sizes, default=0)
 
 
 def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Tree) -> Iterator[tuple[Any, ...]]:
-    """Yield global arrays of the rows of all processes, whose numbers may differ, until all batches have ended.
+    """Yield global arrays of the rows of all processes, until all batches have ended.
 
-    The processes exchange their numbers of rows before they place a batch. An exchange waits until the devices have
-    computed all batches before it, so the numbers of several batches are exchanged at once. The groups grow, so that
-    the first batch need not wait for others, and `_GROUP_BYTES` limits what a process holds.
+    The processes may have different numbers of rows, and exchange them before they place a batch.
+    An exchange waits until the devices have computed all batches before it, so the numbers of
+    several batches are exchanged at once. The groups grow, so that the first batch need not wait
+    for others, and `_GROUP_BYTES` limits what a process holds.
     """
     last: tuple[Any, ...] | None = None
     size = 1
@@ -240,7 +287,10 @@ def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Tree) -> Iterat
         if group.failure is not None:
             raise group.failure
         if (counts == _FAILED).any():
-            raise RuntimeError("batches: another process failed while it fetched a batch to evaluate; see its error")
+            raise RuntimeError(
+                "batches: another process failed while it fetched a batch to evaluate; "
+                "see its error"
+            )
         for i in range(size):
             counts_of_batch = counts[:, i]
             if (counts_of_batch == _ENDED).all():
@@ -248,11 +298,15 @@ def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Tree) -> Iterat
             if i < len(group.batches):
                 args = group.batches[i]
                 if last is None and (counts_of_batch == _ENDED).any():
-                    raise ValueError("batches: another process has no batch at all; give each process a part")
+                    raise ValueError(
+                        "batches: another process has no batch at all; give each process a part"
+                    )
             elif last is not None:
                 args = jax.tree.map(lambda leaf: leaf[:0] if np.ndim(leaf) else leaf, last)
             else:
-                raise ValueError("batches: this process has no batch, and others have; give each process a part")
+                raise ValueError(
+                    "batches: this process has no batch, and others have; give each process a part"
+                )
             last = args
             SignsOfLife.evaluation_batches += 1
             if not (counts_of_batch == _GLOBAL).any():
@@ -271,7 +325,8 @@ def _fetch_group(batches: Iterator[tuple[Any, ...]], size: int) -> _Group:
             counts.append(_number_of_rows(args))
             found.append(args)
     except Exception as error:
-        # Not raised before the others know it: they would wait for the numbers of this process for ever.
+        # Not raised before the others know it: they would wait for the numbers of this process
+        # forever.
         return _Group(found, [*counts, *[_FAILED] * (size - len(counts))], error)
     return _Group(found, [*counts, *[_ENDED] * (size - len(counts))], None)
 
@@ -303,13 +358,20 @@ def _global(counts: np.ndarray[Any, Any], rows: Tree, sharding: object) -> jax.A
     return _place_whole(np.concatenate([parts[process] for process in owners]), sharding)
 
 
-def _gather_rows(rows: np.ndarray[Any, Any], counts: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Return the rows of each process, which are exchanged as bytes, so that no conversion changes them."""
+def _gather_rows(
+    rows: np.ndarray[Any, Any], counts: np.ndarray[Any, Any]
+) -> list[np.ndarray[Any, Any]]:
+    """Return the rows of each process.
+
+    They are exchanged as bytes, so that no conversion changes them.
+    """
     rows = np.ascontiguousarray(rows, jax.dtypes.canonicalize_dtype(rows.dtype))
     shape = (int(counts.max()), *rows.shape[1:])
     padded = np.zeros(shape, rows.dtype)
     padded[: len(rows)] = rows
-    gathered = np.asarray(multihost_utils.process_allgather(padded.reshape(-1).view(np.uint8)), np.uint8)
+    gathered = np.asarray(
+        multihost_utils.process_allgather(padded.reshape(-1).view(np.uint8)), np.uint8
+    )
     parts: list[np.ndarray[Any, Any]] = []
     for data, count in zip(gathered.reshape(len(counts), -1), counts, strict=True):
         parts.append(data.copy().view(rows.dtype).reshape(shape)[:count])
@@ -317,4 +379,6 @@ def _gather_rows(rows: np.ndarray[Any, Any], counts: np.ndarray[Any, Any]) -> li
 
 
 def _place_whole(whole: np.ndarray[Any, Any], sharding: NamedSharding) -> jax.Array:
-    return jax.make_array_from_callback(whole.shape, fitting(sharding, whole.shape), lambda index: whole[index])
+    return jax.make_array_from_callback(
+        whole.shape, fitting(sharding, whole.shape), lambda index: whole[index]
+    )

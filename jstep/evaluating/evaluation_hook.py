@@ -16,12 +16,25 @@ from jstep.core.exceptions import setting
 from jstep.core.logs import IN_BAR, logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import EVALUATING, STEPPING
-from jstep.evaluating.callbacks import leave_run, prepare_run_save, use_evaluation, use_run, wait_until_finished
+from jstep.evaluating.callbacks import (
+    leave_run,
+    prepare_run_save,
+    use_evaluation,
+    use_run,
+    wait_until_finished,
+)
 from jstep.evaluating.evaluator import STOP_REQUESTED, EvaluationAbandoned, Evaluator
 from jstep.evaluating.keep_best import Best, KeepBest, best_on_disk
 from jstep.hooks.cadence import Clock, make_cadence
 from jstep.hooks.hook import StopWith, as_hook_result, check_spellings
-from jstep.hooks.hook_states import StateFormat, check_stateful, get_states, hook_key, register_format, set_states
+from jstep.hooks.hook_states import (
+    StateFormat,
+    check_stateful,
+    get_states,
+    hook_key,
+    register_format,
+    set_states,
+)
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.run_info import RunInfo
 from jstep.metering.numbers import format_numbers, is_numeric, numbers_in, read_values
@@ -38,35 +51,41 @@ EvaluationCallback = Callable[[int, TrainState, Mapping[str, Any]], "bool | Trai
 
 
 class EvaluationHook(RunHook):
-    """A hook that evaluates the state periodically and at the end, logs the results, and runs callbacks.
+    """A hook that evaluates the state periodically and at the end.
 
-    Results are also written to `train`'s `logdir`. The states of callbacks are saved with each checkpoint. If a run
-    ends between two due evaluations, its last evaluation is not passed to callbacks with a true attribute
-    `on_cadence_only`. A callback that is an object may also have the methods `begin`, `before_save`, `get_state` and
-    `set_state`, and `close()`, and the attributes `key` and `watches`, with the same meaning as for a `Hook`. An
-    evaluation that a signal interrupts is repeated after a restart.
+    It logs the results, and runs callbacks. Results are also written to `train`'s `logdir`. The
+    states of callbacks are saved with each checkpoint. If a run ends between two due evaluations,
+    its last evaluation is not passed to callbacks with a true attribute `on_cadence_only`. A
+    callback that is an object may also have the methods `begin`, `before_save`, `get_state` and
+    `set_state`, and `close()`, and the attributes `key` and `watches`, with the same meaning as for
+    a `Hook`. An evaluation that a signal interrupts is repeated after a restart.
 
     Args:
-        evaluate: `evaluate(state) -> {name: number}`, such as a `jstep.evaluator`. It must not donate the state.
+        evaluate: `evaluate(state) -> {name: number}`, such as a `jstep.evaluator`. It must not
+            donate the state.
         every_n_steps: Interval in steps; due at its multiples.
         every_n_secs: Interval in seconds. If both are given, the first to elapse counts.
-        callbacks: Functions `(step, state, results)`, such as `EarlyStopping`, called in order after each evaluation.
-            Each returns None, True (stop after this step) or a `TrainState` to continue with.
-        prefix: Prefix of the names in the log and in the summaries, different for each hook of a run.
+        callbacks: Functions `(step, state, results)`, such as `EarlyStopping`, called in order
+            after each evaluation. Each returns None, True (stop after this step) or a `TrainState`
+            to continue with.
+        prefix: Prefix of the names in the log and in the summaries, different for each hook of a
+            run.
         key: The name of its state in checkpoints; None for its class and prefix.
         clock: Returns seconds; replaced in tests.
         at_start: Whether to evaluate the state before the first step of a fresh run, too.
 
     Attributes:
-        results: Step → result of `evaluate`, for all evaluations since the run was started or restarted. Before the
-            first of these, it has the result of the step that the run resumed from, if there is one.
-        stop_reason: The `stop_reason` of the first callback that has stopped the run, such as `EarlyStopping`; None if
-            none did.
+        results: Step → result of `evaluate`, for all evaluations since the run was started or
+            restarted. Before the first of these, it has the result of the step that the run resumed
+            from, if there is one.
+        stop_reason: The `stop_reason` of the first callback that has stopped the run, such as
+            `EarlyStopping`; None if none did.
 
     Raises:
-        KeyError: Before the first step or after an evaluation: evaluate does not return the metric of a callback.
-        ValueError: An argument is not positive, or neither interval is given. Before the first step: two hooks have the
-            same prefix, or two callbacks the same `key`.
+        KeyError: Before the first step or after an evaluation: evaluate does not return the metric
+            of a callback.
+        ValueError: An argument is not positive, or neither interval is given. Before the first
+            step: two hooks have the same prefix, or two callbacks the same `key`.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -105,7 +124,9 @@ class EvaluationHook(RunHook):
         self._evaluate = as_function(evaluate, "evaluate", "of the state")
         self.prefix = as_string(prefix, "prefix")
         self.watches = self.prefix  # identifies the hook among others of its class
-        self.key = None if key is None else as_string(key, "key", "the name under which checkpoints store its state")
+        self.key = key
+        if key is not None:
+            self.key = as_string(key, "key", "the name under which checkpoints store its state")
         self._callbacks = as_functions(callbacks, "callbacks", "(step, state, results)")
         for i, callback in enumerate(self._callbacks):
             check_spellings(callback, f"callbacks[{i}]", "a callback", _METHODS_OF_CALLBACKS)
@@ -120,7 +141,8 @@ class EvaluationHook(RunHook):
         self.results: dict[int, Mapping[str, Any]] = {}
         self._newest: dict[str, Any] | None = None  # the last results, by their logged names
         self._restored_step = -1  # the step whose result is that of an earlier start
-        self._interrupted_step: int | None = None  # the step whose evaluation was due, and abandoned by a signal
+        # The step whose evaluation was due, and abandoned by a signal.
+        self._interrupted_step: int | None = None
 
     @property
     def _returns_state(self) -> bool:  # type: ignore[override]
@@ -142,7 +164,8 @@ class EvaluationHook(RunHook):
         """Pass the run to callbacks; reject a duplicate prefix."""
         if sum(other.prefix == self.prefix for other in run.evaluations) > 1:
             raise ValueError(
-                f"hooks: prefix={self.prefix!r}: must be of one EvaluationHook, whose results it names; give another"
+                f"hooks: prefix={self.prefix!r}: must be of one EvaluationHook, whose results it "
+                "names; give another"
             )
         super()._use_run(run)
         for callback in self._callbacks:
@@ -168,10 +191,10 @@ class EvaluationHook(RunHook):
         return self._callbacks
 
     def get_state(self) -> Any:
-        """Return the states of callbacks, and the results at the step of the checkpoint, if it was evaluated there.
+        """Return the states of callbacks, and any results at the step of the checkpoint.
 
-        A start that finds these does not evaluate that step again: a hook behind this one, or the body, may have
-        replaced the state since.
+        A start that finds these does not evaluate that step again: a hook behind this one, or the
+        body, may have replaced the state since.
         """
         results = self.results.get(self._run.step)
         return {
@@ -234,15 +257,19 @@ class EvaluationHook(RunHook):
 
     def _evaluate_at(self, step: int, state: TrainState, is_scheduled: bool) -> Any:
         """Evaluate and report the results; return what callbacks want of the run."""
-        # If a signal abandons this evaluation, the checkpoint of this step records it, for `_call_again`. Not
-        # one that is not scheduled: that of the end is made again with the whole end, and that before the first step is
-        # made by a fresh run only.
+        # If a signal abandons this evaluation, the checkpoint of this step records it, for
+        # `_call_again`. Not one that is not scheduled: that of the end is made again with the whole
+        # end, and that before the first step is made by a fresh run only.
         self._interrupted_step = step if is_scheduled else None
         try:
             results = self._results_of(state)
         except EvaluationAbandoned:
             if processes.is_process_0():
-                logger.info("step %d: stopping; %s is interrupted and runs after the restart", step, hook_key(self))
+                logger.info(
+                    "step %d: stopping; %s is interrupted and runs after the restart",
+                    step,
+                    hook_key(self),
+                )
             return None
         self._interrupted_step = None
         self._report(step, results)
@@ -250,23 +277,32 @@ class EvaluationHook(RunHook):
 
     def _results_of(self, state: TrainState) -> Mapping[str, Any]:
         check_alive(state)  # another hook may have donated it; on a mesh, JAX would crash
-        with self._run.watch.phase(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
+        with self._run.watch.phase(STEPPING), contextlib.suppress(Exception):
+            # A failed step raises below.
             jax.block_until_ready(state)
         self._run.transfers.deliver_all()  # rows of earlier steps precede these results
         with setting(STOP_REQUESTED, self._run.components.poll_stop_signal):
             results = self._evaluate(state)
         if not isinstance(results, Mapping):
-            raise TypeError(f"evaluate returned {type(results).__name__}; it must return a mapping of names to numbers")
+            raise TypeError(
+                f"evaluate returned {type(results).__name__}; it must return a mapping "
+                "of names to numbers"
+            )
         for name, value in results.items():
             if not is_numeric(value) or np.size(value) != 1:
                 raise TypeError(
-                    f"evaluate: results[{name!r}]={format_value(value)}: must be a number; log it in evaluate"
+                    f"evaluate: results[{name!r}]={format_value(value)}: "
+                    "must be a number; log it in evaluate"
                 )
         donated = trees.find_donated(state)
         if donated is not None:
-            raise RuntimeError(f"evaluate: must not donate the state, and donated its {donated!r}; compile it without")
+            raise RuntimeError(
+                f"evaluate: must not donate the state, and donated its {donated!r}; "
+                "compile it without"
+            )
         if self._callbacks and not processes.is_single_process():
-            # Callbacks decide from these, and a user's function may return other numbers on another process.
+            # Callbacks decide from these, and a user's function may return other numbers on another
+            # process.
             return {**results, **_broadcast_from_0(results)}
         return results
 
@@ -289,7 +325,9 @@ class EvaluationHook(RunHook):
         except Exception as error:
             self._run.log_failed(self, error)  # callbacks may save
 
-    def _run_callbacks(self, step: int, state: TrainState, results: Mapping[str, Any], is_scheduled: bool) -> Any:
+    def _run_callbacks(
+        self, step: int, state: TrainState, results: Mapping[str, Any], is_scheduled: bool
+    ) -> Any:
         if not is_scheduled:
             self._run.components.freeze_batch_position()
         new_state = state
@@ -298,7 +336,9 @@ class EvaluationHook(RunHook):
             if not is_scheduled and getattr(function, "on_cadence_only", False):
                 continue
             result = function(step, new_state, results)
-            stop, new_state = as_hook_result(result, new_state, step, f"callbacks: {hook_name(function)}")
+            stop, new_state = as_hook_result(
+                result, new_state, step, f"callbacks: {hook_name(function)}"
+            )
             if stop and stopped_by is None:
                 stopped_by = hook_key(function)
         if self._run.saver is not None and len(self.results) == 1:
@@ -309,17 +349,23 @@ class EvaluationHook(RunHook):
         return new_state if stopped_by is None else StopWith(new_state)
 
     def _call_each(self, method: str, *args: Any) -> list[bool]:
-        return [bool(getattr(callback, method)(*args)) for callback in self._callbacks if hasattr(callback, method)]
+        return [
+            bool(getattr(callback, method)(*args))
+            for callback in self._callbacks
+            if hasattr(callback, method)
+        ]
 
 
-register_format(EvaluationHook, StateFormat(1, {"results": None, "interrupted_step": None, "callbacks": None}))
+register_format(
+    EvaluationHook, StateFormat(1, {"results": None, "interrupted_step": None, "callbacks": None})
+)
 
 
 # What observers call of it beside the methods of `Hook`.
 
 
 def newest_results(hook: EvaluationHook) -> dict[str, Any] | None:
-    """Return the results of the last evaluation of this start by their logged names; None before it."""
+    """Return the results of this start's last evaluation by logged name; None before it."""
     return hook._newest
 
 

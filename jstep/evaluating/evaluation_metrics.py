@@ -18,8 +18,8 @@ from jstep.metrics.totals import MeanOf
 
 _METHODS = ("merge", "compute")
 _MUST_BE = (
-    "must be a vector with a value for each example, a scalar, a pair of scalars (sum, count) or mean_of(sum, count), "
-    "or an object with the methods merge and compute"
+    "must be a vector with a value for each example, a scalar, a pair of scalars (sum, count) or "
+    "mean_of(sum, count), or an object with the methods merge and compute"
 )
 _REGISTER = "; register other fields as static (meta_fields of jax.tree_util.register_dataclass)"
 EXAMPLES = "per example"
@@ -51,11 +51,15 @@ class Metric:
 def classify_metrics(returned: object, rows: int | str) -> list[Metric]:
     if not isinstance(returned, Mapping):
         raise TypeError(
-            f"metric_fn returned {describe_type(returned)}: must be a mapping of names to metrics, such as a dict"
+            f"metric_fn returned {describe_type(returned)}: must be a mapping of names to metrics, "
+            "such as a dict"
         )
     for name in returned:
         if not isinstance(name, str):
-            raise TypeError(f"metric_fn: the name {name!r} of a metric is {type(name).__name__}, must be a string")
+            raise TypeError(
+                f"metric_fn: the name {name!r} of a metric is {type(name).__name__}, "
+                "must be a string"
+            )
     metrics: list[Metric] = []
     for name, value in returned.items():
         if isinstance(value, MeanOf):
@@ -89,13 +93,14 @@ def _kind(name: str, value: Any, rows: int | str) -> str:
 class MetricTotals:
     """The totals of the metrics of some batches.
 
-    Objects are merged on the device as they come. All other metrics are summed exactly on the host, some batches later,
-    so that the device does not wait for it.
+    Objects are merged on the device as they come. All other metrics are summed exactly on the host,
+    some batches later, so that the device does not wait for it.
     """
 
     def __init__(self, merge: Callable[..., dict[str, Any]]) -> None:
         self._merge = merge
-        # By name: a merged object, or the list of the sums and counts of the batches that were read.
+        # By name: a merged object, or the list of the sums and counts of the batches that were
+        # read.
         self._totals: dict[str, Any] = {}
         self._pending: deque[Sequence[Metric]] = deque()  # of the batches that were not read
 
@@ -106,7 +111,10 @@ class MetricTotals:
             is_object = metric.kind == OBJECT
             total = self._totals.setdefault(metric.name, metric.value if is_object else [])
             if is_object == isinstance(total, list):
-                raise TypeError(f"metric_fn: the metric {metric.name!r} is an object in some batches: must be in all")
+                raise TypeError(
+                    f"metric_fn: the metric {metric.name!r} is an object in some "
+                    "batches: must be in all"
+                )
         if earlier:
             self._totals |= self._merge(earlier, {name: objects[name] for name in earlier})
         self._pending.append(metrics)
@@ -119,7 +127,9 @@ class MetricTotals:
         with using_mesh(mesh_of(self._totals)):
             return trees.merge_dicts(
                 ((name, _numbers_of(name, total)) for name, total in self._totals.items()),
-                lambda full, _, name: f"metric_fn: two metrics are called {full!r}; rename {name!r} or the other",
+                lambda full, _, name: (
+                    f"metric_fn: two metrics are called {full!r}; rename {name!r} or the other"
+                ),
             )
 
     def _read(self) -> None:
@@ -149,7 +159,8 @@ def _total(numbers: Sequence[Any]) -> int | float:
         return sum(numbers)
     try:
         return math.fsum(numbers)
-    except (OverflowError, ValueError):  # infinities of both signs, or a sum beyond the range of floats
+    except (OverflowError, ValueError):
+        # Infinities of both signs, or a sum beyond the range of floats.
         return float(np.sum(np.array(numbers, np.float64)))
 
 
@@ -168,7 +179,8 @@ def _is_object(name: str, value: object) -> bool:
     what = f"metric_fn: the metric {name!r} is {describe_type(value)}"
     if missing or isinstance(value, type) or jax.tree_util.all_leaves([value]):
         raise TypeError(
-            f"{what}: must have merge(other) and compute(), and be a pytree (jax.tree_util.register_dataclass)"
+            f"{what}: must have merge(other) and compute(), and be a pytree "
+            "(jax.tree_util.register_dataclass)"
         )
     trees.check_arrays(value, what, _REGISTER)  # JAX's own error does not name the metric
     return True
@@ -199,12 +211,16 @@ def _require_like(value: object, total: object, what: str, must: str) -> None:
     structure = trees.structure(value)
     wanted = trees.structure(total)
     if type(value) is not type(total) or structure != wanted:
-        raise TypeError(f"{what} {describe_type(value)} of another structure: {must} {wanted}, got {structure}")
+        raise TypeError(
+            f"{what} {describe_type(value)} of another structure: {must} {wanted}, got {structure}"
+        )
 
 
 def _numbers_of(name: str, total: object) -> dict[str, float]:
     try:
-        computed = _mean(total) if isinstance(total, list) else jax.tree.map(local_copy, total).compute()
+        computed = (
+            _mean(total) if isinstance(total, list) else jax.tree.map(local_copy, total).compute()
+        )
     except Exception as error:
         note(error, f"metric_fn: in compute of the metric {name!r}")
         raise
@@ -216,7 +232,9 @@ def _numbers_of(name: str, total: object) -> dict[str, float]:
             raise TypeError(f"{what} the key {key!r}: must be a string")
         if not is_number(value):
             place = "" if key is None else f" at {key!r}"
-            raise TypeError(f"{what} {describe_type(value)}{place}: must be a number, or a dict of numbers")
+            raise TypeError(
+                f"{what} {describe_type(value)}{place}: must be a number, or a dict of numbers"
+            )
         with internal_transfers():
             numbers[name if key is None else f"{name}/{key}"] = float(read_value(value))
     return numbers

@@ -21,7 +21,13 @@ from jstep.core.recorded_calls import RecordedCall, record_calls
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree
 from jstep.data.sequence import BatchSequence
-from jstep.differentiate.lanes import Lanes, as_lanes, call_on_lanes, stack_over_lanes, sum_over_lanes
+from jstep.differentiate.lanes import (
+    Lanes,
+    as_lanes,
+    call_on_lanes,
+    stack_over_lanes,
+    sum_over_lanes,
+)
 from jstep.evaluating.evaluation_batches import (
     EvaluationBatches,
     batch_shardings,
@@ -29,7 +35,13 @@ from jstep.evaluating.evaluation_batches import (
     num_examples,
     place_batches,
 )
-from jstep.evaluating.evaluation_metrics import OBJECT, Metric, MetricTotals, classify_metrics, merge_objects
+from jstep.evaluating.evaluation_metrics import (
+    OBJECT,
+    Metric,
+    MetricTotals,
+    classify_metrics,
+    merge_objects,
+)
 from jstep.metering.numbers import start_copies
 from jstep.optimizers.averages import averaged_model_state, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
@@ -43,14 +55,19 @@ STOP_REQUESTED: ContextVar[Callable[[], bool]] = ContextVar("stop_requested", de
 
 
 class EvaluationAbandoned(BaseException):
-    """Raised between two batches of an evaluation when the run stops; not an Exception, so that no retry catches it."""
+    """Raised between two batches of an evaluation when the run stops.
+
+    It is not an Exception, so that no retry catches it.
+    """
 
 
 Evaluate: TypeAlias = Callable[[TrainState], dict[str, float]]
 
 
 def _remember(evaluate: Evaluate, call: RecordedCall) -> Evaluate:
-    return dataclasses.replace(evaluate, made_by=call) if isinstance(evaluate, Evaluator) else evaluate
+    return (
+        dataclasses.replace(evaluate, made_by=call) if isinstance(evaluate, Evaluator) else evaluate
+    )
 
 
 @record_calls(_remember, 2)
@@ -63,36 +80,41 @@ def evaluator(
     batch_sharding: object = None,
     lanes: int | None = None,
 ) -> Callable[[TrainState], dict[str, float]]:
-    """Return a function `evaluate(state) -> {name: float}` that computes metrics over all given batches, exactly.
+    """Return a function `evaluate(state) -> {name: float}` that computes metrics exactly.
 
-    Every example has the same weight, whatever the size of the last batch and the number of devices and processes.
+    It computes them over all given batches. Every example has the same weight, whatever the size of
+    the last batch and the number of devices and processes.
 
     Args:
-        metric_fn: `metric_fn(params, [model_state,] *args) -> {name: metric}`. A batch that is a tuple is passed as
-            `*args`, any other, also a NamedTuple, as one argument. A metric is a vector with a value for each example;
-            a scalar, the mean over the batch, weighted by its rows; a pair of scalars `(sum, count)`, or
-            `mean_of(sum, count)`; or a pytree object with `merge(other)` and `compute()`, as in `jstep.metrics`, where
-            `compute()` returns a number, or a dict of numbers named `name/key`.
-        batches: The finite batches to evaluate on: a list, `jstep.batches(…, num_epochs=1, shuffle=False,
-            drop_remainder=False)`, or a loader. An iterator that cannot be reset can be used only once.
-        use_averages: Whether to evaluate `averaged_params(state)`, or `schedule_free_params(state)` if the state has
-            these; or the name of the slot of averages, or several names. "both" evaluates the parameters and their
-            averages in one pass: `loss` and `averaged/loss`.
-        has_model_state: Whether metric_fn accepts the model state; with averages `averaged_model_state(state)` if there
-            is one, else the raw one with a warning.
-        batch_sharding: Placement of the batches, as in `train`; names of mesh axes mean the mesh of the state.
-        lanes: Number of lanes, a power of two, as in `minimize`. Every device computes the whole of a batch that
-            `lanes` does not divide.
+        metric_fn: `metric_fn(params, [model_state,] *args) -> {name: metric}`. A batch that is a
+            tuple is passed as `*args`, any other, also a NamedTuple, as one argument. A metric is a
+            vector with a value for each example; a scalar, the mean over the batch, weighted by its
+            rows; a pair of scalars `(sum, count)`, or `mean_of(sum, count)`; or a pytree object
+            with `merge(other)` and `compute()`, as in `jstep.metrics`, where `compute()` returns a
+            number, or a dict of numbers named `name/key`.
+        batches: The finite batches to evaluate on: a list, `jstep.batches(…, num_epochs=1,
+            shuffle=False, drop_remainder=False)`, or a loader. An iterator that cannot be reset can
+            be used only once.
+        use_averages: Whether to evaluate `averaged_params(state)`, or `schedule_free_params(state)`
+            if the state has these; or the name of the slot of averages, or several names. "both"
+            evaluates the parameters and their averages in one pass: `loss` and `averaged/loss`.
+        has_model_state: Whether metric_fn accepts the model state; with averages
+            `averaged_model_state(state)` if there is one, else the raw one with a warning.
+        batch_sharding: Placement of the batches, as in `train`; names of mesh axes mean the mesh of
+            the state.
+        lanes: Number of lanes, a power of two, as in `minimize`. Every device computes the whole of
+            a batch that `lanes` does not divide.
 
     Returns:
-        `evaluate(state) -> {name: float}`, which does not donate the state. A mean over no examples is NaN.
+        `evaluate(state) -> {name: float}`, which does not donate the state. A mean over no examples
+        is NaN.
 
     Raises:
-        TypeError: From `evaluate`: a metric object lacks `merge` or `compute`, is not a pytree, merges to another
-            structure, or computes something other than numbers.
-        ValueError: The batches have no end. From `evaluate`: there are no batches, an iterator was used before, a
-            metric is of another kind, the state has no averages or model state, or it has averages of some
-            parameters and schedule-free parameters of others.
+        TypeError: From `evaluate`: a metric object lacks `merge` or `compute`, is not a pytree,
+            merges to another structure, or computes something other than numbers.
+        ValueError: The batches have no end. From `evaluate`: there are no batches, an iterator was
+            used before, a metric is of another kind, the state has no averages or model state, or
+            it has averages of some parameters and schedule-free parameters of others.
 
     Example:
         >>> import numpy as np, jstep
@@ -100,7 +122,9 @@ def evaluator(
         ...     error = params["w"] * x - y
         ...     return {"loss": error**2, "auc": jstep.metrics.auc(params["w"] * x, y > 5)}
         >>> x = np.arange(5, dtype=np.float32)
-        >>> batches = jstep.batches((x, 2 * x), 2, shuffle=False, num_epochs=1, drop_remainder=False)
+        >>> batches = jstep.batches(
+        ...     (x, 2 * x), 2, shuffle=False, num_epochs=1, drop_remainder=False
+        ... )
         >>> evaluate = jstep.evaluator(metrics, batches)
         >>> evaluate(jstep.TrainState.create({"w": 1.5}, jstep.adam()))
         {'loss': 1.5, 'auc': 1.0}
@@ -122,7 +146,8 @@ def evaluator(
     )
 
 
-@dataclasses.dataclass(eq=False, repr=False)  # not frozen: a user may name it, as by functools.update_wrapper
+# Not frozen: a user may name it, as by functools.update_wrapper.
+@dataclasses.dataclass(eq=False, repr=False)
 class Evaluator:
     """An `evaluate(state)` that can report its errors before the first step."""
 
@@ -157,11 +182,17 @@ class Evaluator:
             if (is_global or processes.is_single_process()) and stop_requested():
                 raise EvaluationAbandoned
             with using_mesh(mesh_of((params, args))), self._explained(state, args):
-                # NumPy arrays, which are identical on all of several processes, become global arrays here.
+                # NumPy arrays, which are identical on all of several processes, become global
+                # arrays here.
                 with internal_transfers() if is_global else contextlib.nullcontext():
                     metrics = self.compute(params, args)
                 with internal_transfers():  # begin to read the metrics that are summed on the host
-                    summed = [metric for lane_metrics in metrics for metric in lane_metrics if metric.kind != OBJECT]
+                    summed = [
+                        metric
+                        for lane_metrics in metrics
+                        for metric in lane_metrics
+                        if metric.kind != OBJECT
+                    ]
                     start_copies(jax.tree.leaves(summed))
                 for lane_metrics in metrics:
                     totals.add(lane_metrics)
@@ -182,17 +213,22 @@ class Evaluator:
     def _evaluated(self, state: TrainState) -> "Evaluated":
         arguments = {}
         for prefix, averages in _settings_by_prefix(self.use_averages).items():
-            model_state = _model_state_of(state, averages, self.warn_once) if self.has_model_state else ()
+            model_state = (
+                _model_state_of(state, averages, self.warn_once) if self.has_model_state else ()
+            )
             arguments[prefix] = (_params_of(state, averages), *model_state)
         return arguments
 
     def _check_state(self, state: TrainState) -> None:
         check_alive(as_state(state))
         check_no_shapes(state, "state")
-        own_rows = isinstance(self.batches.source, BatchSequence) and not processes.is_single_process()
+        own_rows = (
+            isinstance(self.batches.source, BatchSequence) and not processes.is_single_process()
+        )
         if self.batch_sharding is None and own_rows:
             raise ValueError(
-                "batch_sharding=None: jstep.batches gives each process its own rows; give a sharding, as in train"
+                "batch_sharding=None: jstep.batches gives each process its own rows; give a "
+                "sharding, as in train"
             )
 
     @contextlib.contextmanager
@@ -201,13 +237,23 @@ class Evaluator:
             yield
         except Exception as error:
             explain_arguments(error, args, state, has_model_state=self.has_model_state)
-            if isinstance(error, TypeError) and len(args) == 1 and trees.is_plain_tuple(self.batches.source):
-                note(error, "jstep: each item of the tuple batches is a batch; for one batch (x, y) give [(x, y)]")
+            if (
+                isinstance(error, TypeError)
+                and len(args) == 1
+                and trees.is_plain_tuple(self.batches.source)
+            ):
+                note(
+                    error,
+                    "jstep: each item of the tuple batches is a batch; for one batch "
+                    "(x, y) give [(x, y)]",
+                )
             raise
 
 
-def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..., list[list[Metric]]]:
-    """Return `compute(params, args) -> [metrics]`, which is traced; with lanes, the metrics of each."""
+def _computing(
+    metric_fn: Callable[..., Any], number: int | None
+) -> Callable[..., list[list[Metric]]]:
+    """Return `compute(params, args) -> [metrics]`, for tracing; with lanes, the metrics of each."""
     name = getattr(metric_fn, "__name__", "metric_fn")
     fallback = AxesFallback(name)
 
@@ -222,7 +268,9 @@ def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..
     def compute(params: Evaluated, args: tuple[Any, ...]) -> list[list[Metric]]:
         if number is None:
             return [fallback(metrics, params, args)]
-        return list(call_on_lanes(number, functools.partial(_metrics_of_lanes, metrics), params, args))
+        return list(
+            call_on_lanes(number, functools.partial(_metrics_of_lanes, metrics), params, args)
+        )
 
     compute.__name__ = name
     return compute
@@ -240,9 +288,8 @@ def _metrics_of_lanes(
 
     def part(i: Any, whole: Any, rows: Tree) -> Any:
         params, leaves = filled(whole)
-        return stack_over_lanes(
-            lanes, i, metrics(params, treedef.unflatten(trees.replace_leaves(leaves, indices, rows)))
-        )
+        args_of_lane = treedef.unflatten(trees.replace_leaves(leaves, indices, rows))
+        return stack_over_lanes(lanes, i, metrics(params, args_of_lane))
 
     stacked = sum_over_lanes(lanes, part, whole, [leaves[i] for i in indices], [0] * len(indices))
     return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(lanes.number)]
@@ -250,13 +297,15 @@ def _metrics_of_lanes(
 
 def _replicated(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
-    def wrapper(*args: Any) -> Any:  # one for each evaluator, because JAX confuses classes with the same fields
+    def wrapper(*args: Any) -> Any:
+        # There is one for each evaluator: JAX confuses classes with the same fields.
         return fn(*args)
 
     @functools.cache
     def compiled(mesh: Any) -> Any:
         # On all devices, so that each process can read the results.
-        return jax.jit(wrapper, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
+        replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        return jax.jit(wrapper, out_shardings=replicated)
 
     return lambda *args: compiled(_mesh_of_processes(args))(*args)
 
@@ -274,7 +323,9 @@ Evaluated: TypeAlias = dict[str, tuple[Any, ...]]
 BOTH = "both"
 
 
-def _settings_by_prefix(use_averages: bool | str | Sequence[str]) -> dict[str, bool | str | Sequence[str]]:
+def _settings_by_prefix(
+    use_averages: bool | str | Sequence[str],
+) -> dict[str, bool | str | Sequence[str]]:
     if isinstance(use_averages, str) and use_averages == BOTH:
         return {"": False, "averaged/": True}
     as_average_names(use_averages)
@@ -297,7 +348,7 @@ def _params_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> A
 
 
 def _schedule_free(state: TrainState) -> Any:
-    """Return the parameters that `use_averages=True` means if no average has the usual name; None without."""
+    """Return what `use_averages=True` means if no average has the usual name; None without."""
     averages = averages_in(state, AVERAGE_SLOT)
     if AVERAGE_SLOT in averages:
         return None
@@ -307,7 +358,8 @@ def _schedule_free(state: TrainState) -> Any:
         return None
     if averages:
         raise ValueError(
-            f"use_averages=True: must name one of {averages}, as the state also has schedule-free parameters"
+            f"use_averages=True: must name one of {averages}, as the "
+            "state also has schedule-free parameters"
         )
     return free
 
@@ -317,7 +369,8 @@ def _model_state_of(
 ) -> tuple[Any, ...]:
     if MODEL_STATE not in state.slots:
         raise ValueError(
-            "has_model_state=True: the state has no model state; create it with TrainState.create(…, model_state=…)"
+            "has_model_state=True: the state has no model state; create it with "
+            "TrainState.create(…, model_state=…)"
         )
     names = as_average_names(use_averages)
     if names is not None:
@@ -329,7 +382,8 @@ def _model_state_of(
 
 
 _RAW = (
-    "use_averages: averages of the parameters are evaluated with the model state of the raw parameters, such as "
-    "statistics of BatchNorm. Average both by jstep.ExponentialMovingAverage(…, model_state=True), or recompute the "
-    "model state with the averages"
+    "use_averages: averages of the parameters are evaluated with the model "
+    "state of the raw parameters, such as statistics of BatchNorm. Average "
+    "both by jstep.ExponentialMovingAverage(…, model_state=True), or "
+    "recompute the model state with the averages"
 )

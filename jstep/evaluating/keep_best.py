@@ -1,13 +1,13 @@
 """The callback that keeps the checkpoints of the best evaluations.
 
-No run resumes from a best checkpoint automatically. But best checkpoints belong to the same history as the run's own
-checkpoints, so the two are kept consistent:
+No run resumes from a best checkpoint automatically. But best checkpoints belong to the same history
+as the run's own checkpoints, so the two are kept consistent:
 
 | | what is ensured | by |
 |---|---|---|
-| before | a checkpoint of the run appears only after the best ones of evaluations up to it | `_wait_until_finished` |
-| failure | if a best one fails, the run ends without a checkpoint, and a restart repeats the evaluation | `_fail` |
-| after | a superseded one is deleted only when a later checkpoint of the run appears | `_superseded` |
+| before | the run's checkpoint appears only after the best ones up to it | `_wait_until_finished` |
+| failure | if a best one fails, the run ends unsaved; a restart evaluates again | `_fail` |
+| after | a superseded one is deleted only after a later checkpoint of the run | `_superseded` |
 | restart | those beyond the step from which the run resumes do not count | `_lost_steps` |
 """
 
@@ -40,7 +40,8 @@ from jstep.state.train_state import TrainState
 from jstep.stores.urls import absolute, join_path, location, resolve_path
 
 _HASH_SECS = 10
-"""How long a save waits for the hash of the data; without it, other data are not noticed after a restart."""
+"""How long a save waits for the hash of the data; without it, other data are not noticed after a
+restart."""
 _CHANGED = "KeepBest: %s before the %s changed, so later values may not compare%s"
 
 
@@ -51,7 +52,7 @@ class Best(NamedTuple):
 
 
 class _SavedPaths:
-    """The paths of the checkpoints that are on disk, by step; a listener of a `Saver` that passes all on."""
+    """The paths of the checkpoints on disk, by step; a listener of a `Saver` that passes all on."""
 
     def __init__(self, listener: Listener | None = None) -> None:
         self.paths: dict[int, str] = {}
@@ -76,19 +77,22 @@ class _FailedSave(NamedTuple):
 
 
 class KeepBest(MetricReader):
-    """Keep the checkpoints of the best evaluations, such as `best-1200`; a callback of `EvaluationHook`.
+    """Keep the checkpoints of the best evaluations, such as `best-1200`.
 
-    `Saver(directory, prefix="best").best_step()` returns the step of the best one. Each checkpoint stores its value
-    (`saver.extra()` returns `{"accuracy": 0.93}`, and also `"averages": True` if averages of the parameters were
-    evaluated). It leaves out the parameters that the run's own checkpoints leave out. A run competes with all
-    checkpoints in `directory`; a warning is logged if the best value was measured with another config, or on other
-    data. On a tie the earlier checkpoint is kept. A nonfinite value is never kept, nor are parameters with NaN.
+    This is a callback of `EvaluationHook`. `Saver(directory, prefix="best").best_step()` returns
+    the step of the best one. Each checkpoint stores its value (`saver.extra()` returns
+    `{"accuracy": 0.93}`, and also `"averages": True` if averages of the parameters were evaluated).
+    It leaves out the parameters that the run's own checkpoints leave out. A run competes with all
+    checkpoints in `directory`; a warning is logged if the best value was measured with another
+    config, or on other data. On a tie the earlier checkpoint is kept. A nonfinite value is never
+    kept, nor are parameters with NaN.
 
-    A checkpoint of the run appears only after the best checkpoints of all evaluations up to it. If one of these cannot
-    be saved, the run ends at the end of the iteration with that error and saves nothing, so that a restart evaluates
-    again. A superseded best checkpoint is deleted once a later checkpoint of the run is on disk, so up to twice
-    `max_to_keep` may exist for a while. After a restart, best checkpoints of this run beyond the step that it resumes
-    from do not count until their evaluation is repeated.
+    A checkpoint of the run appears only after the best checkpoints of all evaluations up to it. If
+    one of these cannot be saved, the run ends at the end of the iteration with that error and saves
+    nothing, so that a restart evaluates again. A superseded best checkpoint is deleted once a later
+    checkpoint of the run is on disk, so up to twice `max_to_keep` may exist for a while. After a
+    restart, best checkpoints of this run beyond the step that it resumes from do not count until
+    their evaluation is repeated.
 
     Args:
         directory: The directory or URL to keep the checkpoints in.
@@ -102,8 +106,8 @@ class KeepBest(MetricReader):
 
     Raises:
         KeyError: In a run: evaluate does not return the metric.
-        ValueError: An argument is out of range, or the metric needs a mode. Before the first step: the run uses the
-            same directory and prefix, or processes see different directories.
+        ValueError: An argument is out of range, or the metric needs a mode. Before the first step:
+            the run uses the same directory and prefix, or processes see different directories.
 
     Example:
         >>> import jstep, tempfile
@@ -140,15 +144,18 @@ class KeepBest(MetricReader):
         self._are_averages = False
         self._data: Task[str | None] | None = None
         self._measured_on: dict[int, str] = {}  # step of a value → hash of the data
-        # A checkpoint in the directory is in exactly one of these, by its step. All processes have the same `values`,
-        # as these decide what is saved. Only the first process deletes, so the other two count there alone.
+        # A checkpoint in the directory is in exactly one of these, by its step. All processes have
+        # the same `values`, as these decide what is saved. Only the first process deletes, so the
+        # other two count there alone.
         self.values: dict[int, float] = {}  # those that count: the best ones of the history so far
-        self._superseded: dict[int, int] = {}  # → the number of the run's save after which no restart needs it
+        # Step → the number of the run's save after which no restart needs it.
+        self._superseded: dict[int, int] = {}
         self._lost_steps: set[int] = set()  # of a part of this run that is lost
         # Of the steps in `values`: those of other runs, whose checkpoints are left to them.
         self._foreign_steps = set[int]()
-        # Of the steps in `values`: those that this run has saved, in this start or an earlier one, and the number of
-        # the first save of the run that follows. It is 0 for an earlier start, whose checkpoints the run's own follow.
+        # Of the steps in `values`: those that this run has saved, in this start or an earlier one,
+        # and the number of the first save of the run that follows. It is 0 for an earlier start,
+        # whose checkpoints the run's own follow.
         self._own_saves: dict[int, int] = {}
         self._saved = _SavedPaths()
         self._failed: _FailedSave | None = None
@@ -165,17 +172,21 @@ class KeepBest(MetricReader):
             return
         if resolve_path(saver.directory) == resolve_path(self._directory):
             raise ValueError(
-                f"KeepBest: prefix={self._prefix!r}: the run's checkpoints in {saver.directory!r} have it; give another"
+                f"KeepBest: prefix={self._prefix!r}: the run's checkpoints in {saver.directory!r} "
+                "have it; give another"
             )
 
     def _use_evaluator(self, evaluate: Any) -> None:
         """Note whether values are measured with averages, and hash the data in the background."""
         self._are_averages = bool(getattr(evaluate, "use_averages", False))
         first_hash = getattr(getattr(evaluate, "batches", None), "first_hash", None)
-        self._data = None if first_hash is None else run_in_background(first_hash, name="jstep-data-hash", daemon=True)
+        self._data = None
+        if first_hash is not None:
+            self._data = run_in_background(first_hash, name="jstep-data-hash", daemon=True)
 
     def _leave_run(self) -> None:
-        # Not `_data`: the record of the run, which is written last, says on which data the values were measured.
+        # Not `_data`: the record of the run, which is written last, says on which data the values
+        # were measured.
         self._run = None
         self._initial_contents = None
         self._are_averages = False
@@ -228,9 +239,13 @@ class KeepBest(MetricReader):
                     raise ValueError(f"it is not kept for {self.metric!r}")
             except UnsupportedFormatError as error:
                 # Not skipped as a corrupted one: it is intact, and may be the best.
-                raise UnsupportedFormatError(f"KeepBest: {error} Or give a new directory") from error
+                raise UnsupportedFormatError(
+                    f"KeepBest: {error} Or give a new directory"
+                ) from error
             except (CheckpointError, ValueError) as error:
-                text = "KeepBest skips %s: %s. Saver.restore may still return it; give a new directory"
+                text = (
+                    "KeepBest skips %s: %s. Saver.restore may still return it; give a new directory"
+                )
                 logger.warning(text, checkpoint_name(self._prefix, step), error)
                 continue
             if self._is_own(record):
@@ -241,24 +256,31 @@ class KeepBest(MetricReader):
             elif self._is_foreign(record, saver):
                 self._foreign_steps.add(step)
             self.values[step] = record.value
-            self._saved.paths[step] = join_path(saver.directory, checkpoint_name(self._prefix, step))
+            self._saved.paths[step] = join_path(
+                saver.directory, checkpoint_name(self._prefix, step)
+            )
 
     def _is_foreign(self, record: BestRecord, saver: Saver) -> bool:
         """Whether another run has saved a checkpoint, in a directory that is not this run's."""
         run = self._run
         if run is None or record.run is None:
             return False
-        if run.saver is not None and join_path(saver.directory, "").startswith(join_path(run.saver.directory, "")):
+        directory = join_path(saver.directory, "")
+        if run.saver is not None and directory.startswith(join_path(run.saver.directory, "")):
             return False
         # Starts that ended before their first checkpoint had other names.
         return not had_name(run, record.run)
 
     def _is_own(self, record: BestRecord) -> bool:
         # A run that does not resume has a new name, so that it finds none.
-        return record.run is not None and self._run is not None and record.run == self._run.origin.name
+        return (
+            record.run is not None and self._run is not None and record.run == self._run.origin.name
+        )
 
     def _is_lost(self, step: int) -> bool:
-        return self._run is not None and self._run.origin.is_restored and step > self._run.origin.step
+        return (
+            self._run is not None and self._run.origin.is_restored and step > self._run.origin.step
+        )
 
     def _warn_of_config(self, saver: Saver) -> None:
         best = self._best_step()
@@ -268,7 +290,9 @@ class KeepBest(MetricReader):
         config = extra.get("config") if isinstance(extra, dict) else None
         found = changes({"config": config}, {"config": self._config}).lines
         if found:
-            logger.warning(_CHANGED, self._kept_text(best), "config", f": {format_list(found, 5, '; ')}")
+            logger.warning(
+                _CHANGED, self._kept_text(best), "config", f": {format_list(found, 5, '; ')}"
+            )
 
     def _warn_of_others(self, state: TrainState, run: RunInfo) -> None:
         best = self._best_step()
@@ -276,8 +300,9 @@ class KeepBest(MetricReader):
             return
         is_earlier_start = was_best_checkpoint(run, absolute(self._saved.paths[best]))
         logger.warning(
-            "KeepBest: this run starts at step %d, not from its own checkpoint, but %s contains %s of %s with "
-            "%s=%g, which is kept unless this %s does better; pass a new directory to keep only this run's best",
+            "KeepBest: this run starts at step %d, not from its own checkpoint, but %s contains %s "
+            "of %s with %s=%g, which is kept unless this %s does better; pass a new directory to "
+            "keep only this run's best",
             state_step(state),
             self._directory,
             checkpoint_name(self._prefix, best),
@@ -293,7 +318,9 @@ class KeepBest(MetricReader):
         return {"metric": self.metric, "prefix": self._prefix}
 
     def get_state(self) -> Any:
-        measured_on = {str(step): data for step, data in self._measured_on.items() if step in self.values}
+        measured_on = {
+            str(step): data for step, data in self._measured_on.items() if step in self.values
+        }
         return {"measured_on": measured_on}
 
     def set_state(self, value: Any) -> None:
@@ -344,7 +371,7 @@ class KeepBest(MetricReader):
             self._supersede(self._worst())
 
     def _forget(self, step: int) -> bool:
-        """Forget what this run has saved at this step: its evaluation is made again, and replaces it."""
+        """Forget what this run saved at this step: its evaluation is repeated, and replaces it."""
         if step in self._own_saves:
             del self._own_saves[step]
             del self.values[step]
@@ -370,20 +397,27 @@ class KeepBest(MetricReader):
             logger.warning(text, step, self.metric, value, format_list(nan))
         return bool(nan)
 
-    def _save(self, saver: Saver, step: int, state: TrainState, value: float, *, is_finite: bool) -> None:
+    def _save(
+        self, saver: Saver, step: int, state: TrainState, value: float, *, is_finite: bool
+    ) -> None:
         if self._data is not None:
-            wait([self._data], timeout=_HASH_SECS)  # it hashes a batch that this evaluation has read
+            # It hashes a batch that this evaluation has read.
+            wait([self._data], timeout=_HASH_SECS)
         extra: dict[str, Any] = {}
         if self._config is not None:
             extra["config"] = dict(self._config)
         if self._are_averages:
             extra["averages"] = True
         extra[self.metric] = value
-        record = BestRecord(self.metric, value, self._mode, None if self._run is None else self._run.origin.name)
+        record = BestRecord(
+            self.metric, value, self._mode, None if self._run is None else self._run.origin.name
+        )
         self._saving_step = step
         self._foreign_steps.discard(step)
         with internal_transfers():
-            saver.save(state, extra=as_checkpoint_extra(extra)._replace(finite=is_finite, best=record))
+            saver.save(
+                state, extra=as_checkpoint_extra(extra)._replace(finite=is_finite, best=record)
+            )
         data = self._data_hash()
         if data is not None:
             self._measured_on[step] = data
@@ -391,12 +425,15 @@ class KeepBest(MetricReader):
     # The order of best checkpoints and of the checkpoints of the run.
 
     def _prepare_run_save(self, step: int) -> None:
-        """Called in the loop's thread before a save of the run, which waits for what is being saved now."""
+        """Called in the loop's thread before a save of the run.
+
+        That save waits for what is being saved now.
+        """
         self._saving_run_step = step
         self._delete_superseded()
 
     def _wait_until_finished(self) -> None:
-        """Called in another thread before a save of the run appears; an error keeps it from appearing.
+        """Called in another thread before a save of the run appears; an error prevents that.
 
         Raises:
             Exception: A best checkpoint of an evaluation up to that save is not on disk.
@@ -409,7 +446,10 @@ class KeepBest(MetricReader):
             raise self._failed.error
 
     def _check_save(self, *, wait: bool = False) -> bool:
-        """Called after each call of the loop, until the save in progress has ended: the run ends soon if it failed."""
+        """Called after each call of the loop, until the save in progress has ended.
+
+        If that failed, the run ends soon.
+        """
         saver = self._saver
         if saver is None:
             return False
@@ -430,8 +470,8 @@ class KeepBest(MetricReader):
     def _fail(self, step: int, error: Exception) -> None:
         """End the run, and let no save of it appear from this step on.
 
-        Not raised here, as the hooks and the body of this iteration are called first: so the run ends at the same place
-        whether the save fails immediately or in the background.
+        Not raised here, as the hooks and the body of this iteration are called first: so the run
+        ends at the same place whether the save fails immediately or in the background.
         """
         assert self._run is not None
         if self._failed is None:
@@ -468,7 +508,8 @@ class KeepBest(MetricReader):
         """Delete the checkpoints that no restart needs any more."""
         run = self._run
         if run is None or run.saver is None:
-            # Those that were too many at the start: this run takes their place when it has saved one.
+            # Those that were too many at the start: this run takes their place when it has saved
+            # one.
             if self._saving_step is not None:
                 self._delete_all(self._superseded)
             return
@@ -503,14 +544,18 @@ class KeepBest(MetricReader):
         except FileNotFoundError:
             pass
         except (OSError, CheckpointError) as error:
-            logger.warning("KeepBest: %s could not be deleted: %s", checkpoint_name(self._prefix, step), error)
+            logger.warning(
+                "KeepBest: %s could not be deleted: %s", checkpoint_name(self._prefix, step), error
+            )
 
     # What others read, by the functions below the class.
 
     def _best_on_disk(self) -> Best | None:
         values = dict(self.values)  # the loop's thread changes it
         paths = dict(self._saved.paths)
-        complete = [Best(values[step], step, path) for step, path in paths.items() if step in values]
+        complete = [
+            Best(values[step], step, path) for step, path in paths.items() if step in values
+        ]
         return max(complete, key=lambda best: self._rank(best.step, best.value), default=None)
 
     def _data_hash(self) -> str | None:
@@ -535,7 +580,9 @@ class KeepBest(MetricReader):
         return quality, -step
 
     def _kept_text(self, best: int) -> str:
-        return f"{checkpoint_name(self._prefix, best)} ({self.metric}={self.values[best]:g}) was kept"
+        return (
+            f"{checkpoint_name(self._prefix, best)} ({self.metric}={self.values[best]:g}) was kept"
+        )
 
     # The end.
 
@@ -554,7 +601,9 @@ class KeepBest(MetricReader):
             raise self._failed.error  # the run has ended, and raises it no more
 
 
-register_format(KeepBest, StateFormat(1, {"measured_on": {}}, settings=KeepBest._identifying_settings))
+register_format(
+    KeepBest, StateFormat(1, {"measured_on": {}}, settings=KeepBest._identifying_settings)
+)
 
 
 def best_on_disk(callback: KeepBest) -> Best | None:

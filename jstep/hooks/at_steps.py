@@ -1,4 +1,4 @@
-"""Hooks that act at given steps: a function every n steps, a profiler trace, and the end of a run."""
+"""Hooks that act at given steps: a function every n steps, a trace, and the end of a run."""
 
 import os
 from collections.abc import Callable
@@ -23,8 +23,8 @@ def every(n: int, fn: Callable[[int, TrainState, Metrics], "bool | TrainState | 
 
     Args:
         n: Interval in steps, ≥ 1.
-        fn: `fn(step, state, metrics)`. None continues the run, True stops it after this step, and a `TrainState`
-            replaces the state; see `Hook.after_step`.
+        fn: `fn(step, state, metrics)`. None continues the run, True stops it after this step, and a
+            `TrainState` replaces the state; see `Hook.after_step`.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -37,8 +37,12 @@ def every(n: int, fn: Callable[[int, TrainState, Metrics], "bool | TrainState | 
         after update 4
     """
     if callable(n):
-        raise TypeError(f"n={format_value(n)}: must be a number of steps; the arguments are every(n, fn)")
-    return _Every(as_int(n, "n", 1, "a number of steps"), as_function(fn, "fn", "(step, state, metrics)"))
+        raise TypeError(
+            f"n={format_value(n)}: must be a number of steps; the arguments are every(n, fn)"
+        )
+    return _Every(
+        as_int(n, "n", 1, "a number of steps"), as_function(fn, "fn", "(step, state, metrics)")
+    )
 
 
 class _Every(Hook):
@@ -71,9 +75,15 @@ class StopAtStepHook(RunHook):
 
     def __init__(self, *, num_steps: int | None = None, last_step: int | None = None) -> None:
         if (num_steps is None) == (last_step is None):
-            raise ValueError(f"num_steps={num_steps}, last_step={last_step}: give exactly one of them")
-        self._num_steps = None if num_steps is None else as_int(num_steps, "num_steps", 1, "a number of steps")
-        self._last_step = None if last_step is None else as_int(last_step, "last_step", 1, "a number of steps")
+            raise ValueError(
+                f"num_steps={num_steps}, last_step={last_step}: give exactly one of them"
+            )
+        self._num_steps = (
+            None if num_steps is None else as_int(num_steps, "num_steps", 1, "a number of steps")
+        )
+        self._last_step = (
+            None if last_step is None else as_int(last_step, "last_step", 1, "a number of steps")
+        )
 
     def begin(self, state: TrainState) -> bool:
         super().begin(state)
@@ -94,7 +104,10 @@ class StopAtStepHook(RunHook):
 
 
 def stop_steps(hook: StopAtStepHook, start: int, last_step: int) -> range:
-    """Return the step at which a hook would stop a run that begins at `start`; empty beyond `last_step`."""
+    """Return the step at which a hook would stop a run that begins at `start`.
+
+    The range is empty if that step is beyond `last_step`.
+    """
     stop = hook._last_step or 0
     if hook._num_steps is not None:
         stop = start + hook._num_steps
@@ -103,12 +116,14 @@ def stop_steps(hook: StopAtStepHook, start: int, last_step: int) -> range:
 
 
 class ProfilerHook(RunHook):
-    """A hook that traces the updates start_step → start_step + 1, …, stop_step − 1 → stop_step with `jax.profiler`.
+    """A hook that traces some updates with `jax.profiler`.
 
-    If another trace is running when this one should begin, this one is skipped, with a warning.
+    These are start_step → start_step + 1, …, stop_step − 1 → stop_step. If another trace is running
+    when this one should begin, this one is skipped, with a warning.
 
     Args:
-        logdir: The directory of the trace, or its `gs://` URL, for TensorBoard's profile plugin or Perfetto.
+        logdir: The directory of the trace, or its `gs://` URL, for TensorBoard's profile plugin or
+            Perfetto.
         start_step: The first traced step, ≥ 0. Skip the first steps of a run, which compile.
         stop_step: The step at which the trace ends, > start_step.
 
@@ -121,13 +136,17 @@ class ProfilerHook(RunHook):
         start_step = as_int(start_step, "start_step")
         stop_step = as_int(stop_step, "stop_step")
         if not 0 <= start_step < stop_step:
-            raise ValueError(f"start_step={start_step}, stop_step={stop_step}: must be 0 ≤ start_step < stop_step")
+            raise ValueError(
+                f"start_step={start_step}, stop_step={stop_step}: must be 0 ≤ "
+                "start_step < stop_step"
+            )
         self._logdir = location(logdir, "logdir")
         self._start = start_step
         self._stop = stop_step
         if is_url(self._logdir) and not self._logdir.startswith("gs://"):
             raise ValueError(
-                f"logdir={self._logdir!r}: must be a directory or a gs:// URL, where JAX's profiler writes"
+                f"logdir={self._logdir!r}: must be a directory or a gs:// URL, where JAX's "
+                "profiler writes"
             )
         self._reset()
 
@@ -153,11 +172,14 @@ class ProfilerHook(RunHook):
             self._running = True
         except RuntimeError as error:
             self._is_refused = True
-            logger.warning("step %d: ProfilerHook makes no trace in %s: %s", step, self._logdir, error)
+            logger.warning(
+                "step %d: ProfilerHook makes no trace in %s: %s", step, self._logdir, error
+            )
 
     def end(self, step: int, state: TrainState) -> None:
         if self._running:
-            jax.block_until_ready(state)  # the device may be behind, and its work belongs in the trace
+            # The device may be behind, and its work belongs in the trace.
+            jax.block_until_ready(state)
             self._running = False
             jax.profiler.stop_trace()
 

@@ -80,7 +80,9 @@ def make_cadence(
 ) -> Cadence:
     """Make a cadence whose errors name the caller's arguments, given as (name, value)."""
     if not callable(clock):
-        raise TypeError(f"clock={clock!r}: must be a function that returns seconds, such as time.monotonic")
+        raise TypeError(
+            f"clock={clock!r}: must be a function that returns seconds, such as time.monotonic"
+        )
     name, number = steps
     secs_name, seconds = secs or ("", None)
     if number is UNSET:

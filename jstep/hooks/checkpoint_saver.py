@@ -22,15 +22,16 @@ class CheckpointSaverHook(SaverHook):
         saver: A `Saver`, or a directory.
         save_secs: Interval in seconds of the host's clock.
         save_steps: Interval in steps; due at its multiples.
-        extra: A function of no arguments whose JSON-serializable result is saved with each checkpoint, such as the
-            position of a loader.
+        extra: A function of no arguments whose JSON-serializable result is saved with each
+            checkpoint, such as the position of a loader.
         before_save: Functions of the step; one that raises or returns True prevents the save.
         clock: Returns seconds; replaced in tests.
 
     Attributes:
         saver: The `Saver`.
 
-    `save(step, state, wait=True)` saves at once, such as in another hook; it returns False if a hook prevents it.
+    `save(step, state, wait=True)` saves at once, such as in another hook; it returns False if a
+    hook prevents it.
 
     Source: `tf.train.CheckpointSaverHook`.
     """
@@ -54,7 +55,8 @@ class CheckpointSaverHook(SaverHook):
         )
         self._extra = as_function(extra, "extra", "() -> values", optional=True)
         self._checks = as_functions(before_save, "before_save", "of the step")
-        # A Saver that was passed belongs to the caller; one of a directory is closed with each run, and opened again.
+        # A Saver that was passed belongs to the caller; one of a directory is closed with each run,
+        # and opened again.
         self._directory = None if isinstance(saver, Saver) else saver
         self.saver = saver if isinstance(saver, Saver) else Saver(saver)
         self._is_closed = False
@@ -73,7 +75,12 @@ class CheckpointSaverHook(SaverHook):
             self.saver.close()
 
     def save(
-        self, step: int, state: TrainState, *, wait: bool = False, permanent_every_secs: float | None = None
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        wait: bool = False,
+        permanent_every_secs: float | None = None,
     ) -> bool:
         if self._saved is None or not self._saved.holds(step, state):
             if not may_save(self._run, step, state, self._checks):

@@ -1,29 +1,31 @@
-"""The course of a run: where it is, what it is doing, and what ends it; the one state machine of the loop.
+"""The course of a run: where it is, what it is doing, what ends it; the loop's one state machine.
 
 | status | from | to | saved after an error, or a stall |
 |---|---|---|---|
 | `BEGINNING` | the start | `READY`; `ENDING`, if there is no step to take | nothing |
-| `READY` | the hooks have begun | `BETWEEN`, by the first batch; `ENDING`, if it is stopped before | nothing |
-| `BETWEEN` | the first batch; the end of an iteration | `WITHIN`; `ENDING`; `LEAVING`, by a signal | the state |
-| `WITHIN` | `before_step`, a call, or a body that makes batches | `BETWEEN`, after the body; `BROKEN` | nothing |
-| `ENDING` | the last iteration; an error between two; `LEAVING` | `CLOSING`; `WITHIN` | the state before the `end`s |
+| `READY` | the hooks have begun | `BETWEEN`, by the first batch; `ENDING`, if stopped | nothing |
+| `BETWEEN` | the first batch; the end of an iteration | `WITHIN`; `ENDING`; `LEAVING` | the state |
+| `WITHIN` | `before_step`, a call, a body that makes batches | `BETWEEN`; `BROKEN` | nothing |
+| `ENDING` | the last iteration; an error between two | `CLOSING`; `WITHIN` | the pre-end state |
 | `LEAVING` | a signal between two iterations | `ENDING`, by its exception; `WITHIN` | the state |
 | `BROKEN` | an error within an iteration | `CLOSING` | nothing |
 | `CLOSING` | the end of all hooks | | |
 
-A start that has taken no step has nothing to save after an error, whatever its status (`has_trained`).
+A start that has taken no step has nothing to save after an error, whatever its status
+(`has_trained`).
 
-An error leads from `WITHIN` to `BROKEN`, and from all others before `CLOSING` to `ENDING`. An exit in a user's log
-leads to `WITHIN` first, also from `ENDING` and `LEAVING`, in which the last rows are delivered. So it ends in `BROKEN`,
-and nothing is saved: the row of a step is lost (`RunContext._deliver`, in `loop`).
+An error leads from `WITHIN` to `BROKEN`, and from all others before `CLOSING` to `ENDING`. An exit
+in a user's log leads to `WITHIN` first, also from `ENDING` and `LEAVING`, in which the last rows
+are delivered. So it ends in `BROKEN`, and nothing is saved: the row of a step is lost
+(`RunContext._deliver`, in `loop`).
 
-An iteration is defined in `loop/stopping.py`, the end in `loop/ending.py`. `train` and a loop of the user's own have
-the same iterations: a run of `train` only knows that no body follows its hooks.
+An iteration is defined in `loop/stopping.py`, the end in `loop/ending.py`. `train` and a loop of
+the user's own have the same iterations: a run of `train` only knows that no body follows its hooks.
 
-Each arrow of the table is a method below, and only the loop's thread calls them. Other threads (observers, the saver of
-a stalled run) only read, at any time: so a change is one assignment of a new value, never a change in place. The two
-arrows of each step, `BETWEEN` → `WITHIN` → `BETWEEN`, are also assigned in `Run`, where a call of a method would cost
-each step 50 ns.
+Each arrow of the table is a method below, and only the loop's thread calls them. Other threads
+(observers, the saver of a stalled run) only read, at any time: so a change is one assignment of a
+new value, never a change in place. The two arrows of each step, `BETWEEN` → `WITHIN` → `BETWEEN`,
+are also assigned in `Run`, where a call of a method would cost each step 50 ns.
 """
 
 import contextlib
@@ -77,7 +79,10 @@ class HookCall(NamedTuple):
 
 
 class Activity(enum.Enum):
-    """What a run is doing when it calls no hook. The loop says it, so that nobody who watches has to infer it."""
+    """What a run is doing when it calls no hook.
+
+    The loop says it, so that nobody who watches has to infer it.
+    """
 
     STARTING = "the start"
     RESTORING = "a restore"
@@ -98,24 +103,33 @@ class Course:
         has_body: Whether a body of the user may follow the hooks of a step; not in `train`.
 
     Attributes:
-        activity: What the run is doing: a `HookCall`, or one of `Activity`. After an error, what raised it.
+        activity: What the run is doing: a `HookCall`, or one of `Activity`. After an error, what
+            raised it.
         stopped_by: What ended the run: the name of the first hook that did, or of the loop.
         first: The step at which the loop begins.
         has_first: Whether it is known: not while the run looks for checkpoints.
-        has_begun: Whether the run has been `BETWEEN`: a batch was asked for, so that positions may have changed.
+        has_begun: Whether the run has been `BETWEEN`: a batch was asked for, so that positions may
+            have changed.
         iterations: The iterations that have begun, of a body that makes its batches.
         is_restored: Whether the run began from a checkpoint of its own.
-        body_taken_at: The latest step that owes no body: its body has begun, or it has none. None if the restored step
-            may owe one.
-        last_iteration: The step at which the iterations were over last, also those of an earlier start.
-        ended_at: The step at which all `end`s were made last, also by an earlier start: the mark in its checkpoint.
-        is_finished: Whether the run has ended well, and its last checkpoint is on disk, unless a hook forbade it.
-        failure: The error that ends the run, until the block of the user is left: the block may swallow it.
+        body_taken_at: The latest step that owes no body: its body has begun, or it has none. None
+            if the restored step may owe one.
+        last_iteration: The step at which the iterations were over last, also those of an earlier
+            start.
+        ended_at: The step at which all `end`s were made last, also by an earlier start: the mark in
+            its checkpoint.
+        is_finished: Whether the run has ended well, and its last checkpoint is on disk, unless a
+            hook forbade it.
+        failure: The error that ends the run, until the block of the user is left: the block may
+            swallow it.
         replacements: The number of times that the body or a hook has replaced a leaf of the state.
-        on_replaced: Told of each time, with the step, what replaced it, the state before and the new one.
+        on_replaced: Told of each time, with the step, what replaced it, the state before and the
+            new one.
     """
 
-    def __init__(self, position: LoopState, stop_step: int, timetable: Timetable, *, has_body: bool) -> None:
+    def __init__(
+        self, position: LoopState, stop_step: int, timetable: Timetable, *, has_body: bool
+    ) -> None:
         self.position = position
         self.stop_step = stop_step
         self._timetable = timetable
@@ -168,7 +182,7 @@ class Course:
 
     @property
     def has_made_last_iteration(self) -> bool:
-        """Whether the iterations are over at this step, those of this start or of an earlier one."""
+        """Whether the iterations, of this start or an earlier one, are over at this step."""
         return self.last_iteration == self.position.step
 
     @property
@@ -180,7 +194,8 @@ class Course:
     def owes_end(self) -> bool:
         """Whether the `end`s of this step are still to be made.
 
-        A start that takes no step still makes the `end`s in which an earlier start was killed, but none in mid-run.
+        A start that takes no step still makes the `end`s in which an earlier start was killed, but
+        none in mid-run.
         """
         return self.has_made_last_iteration and not self.has_ended
 
@@ -197,15 +212,17 @@ class Course:
     def set_start(self, state: Tree, origin: Origin) -> None:
         """Set the state that the run begins with, once it is read.
 
-        A restored run may owe the body of its step (`owes_body`). It does not if all `end`s were made there, as the
-        body ran before them, nor if the checkpoint says that the body has run: an `end` has failed after it.
+        A restored run may owe the body of its step (`owes_body`). It does not if all `end`s were
+        made there, as the body ran before them, nor if the checkpoint says that the body has run:
+        an `end` has failed after it.
         """
         step = self.first
         self.set_state(state)
         self.last_iteration = origin.extra.get(LAST_ITERATION)
         self.ended_at = origin.extra.get(ENDED)
         self.is_restored = origin.is_restored
-        may_owe_body = origin.is_restored and step not in (self.ended_at, origin.extra.get(LAST_BODY))
+        without_body = (self.ended_at, origin.extra.get(LAST_BODY))
+        may_owe_body = origin.is_restored and step not in without_body
         self.body_taken_at = None if may_owe_body else step
 
     def set_ready(self) -> None:
@@ -220,11 +237,17 @@ class Course:
     # An iteration.
 
     def forbid_saves(self) -> None:
-        """→ `WITHIN`, before code of the user: what it does is saved once all of the iteration has been done."""
+        """→ `WITHIN`, before code of the user.
+
+        What that does is saved once all of the iteration has been done.
+        """
         self.status = WITHIN
 
     def take_due_body(self) -> bool:
-        """Return whether the body follows the call that has just ended, and note that it has had its turn."""
+        """Return whether the body follows the call that has just ended.
+
+        If it does, the body of this step counts as taken.
+        """
         step = self.position.step
         if not self._timetable.is_body_due(step) and not self.is_last_step:
             return False
@@ -239,22 +262,31 @@ class Course:
     def owes_body(self) -> bool:
         """Whether the body of the last step is still to run.
 
-        With `run.every(n)` the body also runs at the end of the loop, which is known only once the batches have ended:
-        the last step may be no multiple of n. A restart at such a step may owe it, too (`set_start`).
+        With `run.every(n)` the body also runs at the end of the loop, which is known only once the
+        batches have ended: the last step may be no multiple of n. A restart at such a step may owe
+        it, too (`set_start`).
         """
         if not self.has_body or not self.has_begun or self.is_leaving:
             return False
         return self._is_between_bodies() and self.body_taken_at != self.position.step
 
     def begin_last_body(self) -> None:
-        """→ `WITHIN`, before a body that was owed. If it fails, nothing is saved, and the next start owes it again."""
+        """→ `WITHIN`, before a body that was owed.
+
+        If it fails, nothing is saved, and the next start owes it again.
+        """
         self.body_taken_at = self.position.step
         self.forbid_saves()
 
     @property
     def has_run_last_body(self) -> bool:
-        """Whether the body of this step has run only because the run ends here; a restart cannot tell by the step."""
-        return self.has_body and self._is_between_bodies() and self.body_taken_at == self.position.step
+        """Whether the body of this step has run only because the run ends here.
+
+        A restart cannot tell that by the step.
+        """
+        return (
+            self.has_body and self._is_between_bodies() and self.body_taken_at == self.position.step
+        )
 
     def _is_between_bodies(self) -> bool:
         return not self._timetable.is_body_due(self.position.step)
@@ -263,7 +295,10 @@ class Course:
 
     @contextlib.contextmanager
     def doing(self, activity: HookCall | Activity) -> Iterator[None]:
-        """A context for an activity. If it raises, `activity` still names what did: the note of the error reads it."""
+        """A context for an activity.
+
+        If it raises, `activity` still names what did: the note of the error reads it.
+        """
         outer = self.activity
         self.activity = activity
         yield  # not in a `try`: see above
@@ -285,7 +320,7 @@ class Course:
         return stop
 
     def replace_state(self, state: Tree, author: str | None) -> None:
-        """Continue with another state; `author` names what made it, None if it is an earlier one."""
+        """Continue with another state; `author` names what made it, None for an earlier state."""
         step = self.position.step
         old_state = self.position.state
         self.position = self.position._replace(state=state)
@@ -314,7 +349,7 @@ class Course:
         self.activity = Activity.ENDING
 
     def _is_at_last_iteration(self) -> bool:
-        """Whether the loop has ended because the iterations of the run are over, and not only those of this start."""
+        """Whether the iterations of the run are over, and not only those of this start."""
         if self.status == READY:  # the block was left before its first batch
             return False
         if self.has_next:  # the batches are used up
@@ -323,8 +358,9 @@ class Course:
             return self.is_last_step
         if not self.is_restored:
             return False
-        # No step was taken: a hook's `begin` ends this start alone, and so does a `last_step` that the run has passed.
-        # But an evaluation that was still owed may have stopped the run, as it would have without an interruption.
+        # No step was taken: a hook's `begin` ends this start alone, and so does a `last_step` that
+        # the run has passed. But an evaluation that was still owed may have stopped the run, as it
+        # would have without an interruption.
         return self.position.step == self.stop_step or self.stopped_by is not None
 
     def fail(self) -> None:

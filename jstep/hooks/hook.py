@@ -22,28 +22,31 @@ from jstep.training.metrics import Metrics
 
 
 class Hook(ShownAsTyped):
-    """Callbacks around the steps of `train`. Subclass it, or define only the methods that are needed.
+    """Callbacks around the steps of `train`.
 
-    Besides the methods below, `train` calls `get_state`, `set_state`, and `close()` after `closed`. It also calls
-    `flush()` before each checkpoint exists, on process 0 in a background thread, so that a log is never older than a
+    Subclass it, or define only the methods that are needed. Besides the methods below, `train`
+    calls `get_state`, `set_state`, and `close()` after `closed`. It also calls `flush()` before
+    each checkpoint exists, on process 0 in a background thread, so that a log is never older than a
     checkpoint.
 
-    Steps are integers on the host: the number of training steps completed. In log lines, rows, checkpoints,
-    fingerprints and exceptions, step N is the update N − 1 → N, which used batch N − 1, or the state after it. In
-    `before_step`, `replay(step=N)`, the first step of a stage, and lines about stalls or compilations, N is the step of
-    the state before the update N → N + 1.
+    Steps are integers on the host: the number of training steps completed. In log lines, rows,
+    checkpoints, fingerprints and exceptions, step N is the update N − 1 → N, which used batch
+    N − 1, or the state after it. In `before_step`, `replay(step=N)`, the first step of a stage, and
+    lines about stalls or compilations, N is the step of the state before the update N → N + 1.
 
-    Reading values of `state` or `metrics` waits for the device, so do it only when due. The state is donated to the
-    next step, so copy what the hook needs later.
+    Reading values of `state` or `metrics` waits for the device, so do it only when due. The state
+    is donated to the next step, so copy what the hook needs later.
 
-    A hook keeps its state across restarts if it has both `get_state()` and `set_state(value)`. The value may contain
-    numbers, strings, bytes, None, lists, tuples, dicts, NumPy arrays, JAX arrays and random generators. `get_state` is
-    called once after `begin`, so that a wrong value raises an error early, and for each checkpoint. After a restart,
-    `set_state` is called with the saved value after `begin`; if it returns True, no step is run. The value is matched
-    to a hook by its attribute `key`, a string that no other hook has, or else by the name of the class, the attribute
-    `watches`, and the position.
+    A hook keeps its state across restarts if it has both `get_state()` and `set_state(value)`. The
+    value may contain numbers, strings, bytes, None, lists, tuples, dicts, NumPy arrays, JAX arrays
+    and random generators. `get_state` is called once after `begin`, so that a wrong value raises an
+    error early, and for each checkpoint. After a restart, `set_state` is called with the saved
+    value after `begin`; if it returns True, no step is run. The value is matched to a hook by its
+    attribute `key`, a string that no other hook has, or else by the name of the class, the
+    attribute `watches`, and the position.
 
-    `train` calls `end` only if no exception was raised, and `closed` in any case, even if `begin` was not called.
+    `train` calls `end` only if no exception was raised, and `closed` in any case, even if `begin`
+    was not called.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -61,55 +64,64 @@ class Hook(ShownAsTyped):
     """
 
     def begin(self, state: TrainState) -> bool | None:
-        """Called once before the first step, with the restored state; if it returns True, no step is run."""
+        """Called once before the first step, with the restored state.
+
+        If it returns True, no step is run.
+        """
 
     def before_step(self, step: int, state: TrainState) -> None:
         """Called before each call of the compiled step, with the step of the state."""
 
-    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> "bool | TrainState | None":
+    def after_step(
+        self, step: int, state: TrainState, metrics: Metrics
+    ) -> "bool | TrainState | None":
         """Called when due, after the update that produced `step`.
 
-        If it returns True, the run stops after this step. If it returns a state, that state replaces the state of the
-        run; it must have the same step, structure, shapes and dtypes. Later hooks and the checkpoint of this step see
-        it.
+        If it returns True, the run stops after this step. If it returns a state, that state
+        replaces the state of the run; it must have the same step, structure, shapes and dtypes.
+        Later hooks and the checkpoint of this step see it.
 
-        A run that is started again resumes, until the hook returns True again. To keep it stopped, remember the
-        decision in `get_state`, and return it from `set_state`.
+        A run that is started again resumes, until the hook returns True again. To keep it stopped,
+        remember the decision in `get_state`, and return it from `set_state`.
         """
 
     def end(self, step: int, state: TrainState) -> "TrainState | None":
-        """Called once after the last step if no exception was raised; may return a state, like `after_step`.
+        """Called once after the last step if no exception was raised.
 
-        The `end`s of all hooks are one transaction: if one of them fails, or the process is killed, a restart calls all
-        of them again, with the states that the hooks had before. If all of them succeeded, a restart does not call them
-        again, unless the run continues to a larger `last_step`. A restart that runs no step in the middle of a run,
-        because of a hook's `begin` or a smaller `last_step`, calls none of them.
+        It may return a state, like `after_step`. The `end`s of all hooks are one transaction: if
+        one of them fails, or the process is killed, a restart calls all of them again, with the
+        states that the hooks had before. If all of them succeeded, a restart does not call them
+        again, unless the run continues to a larger `last_step`. A restart that runs no step in the
+        middle of a run, because of a hook's `begin` or a smaller `last_step`, calls none of them.
         """
 
     def before_save(self, step: int) -> bool | None:
-        """Called before each checkpoint of a step; if it returns True, on any process, nothing is saved.
+        """Called before each checkpoint of a step.
 
-        All earlier rows of metrics have been delivered. An exception also prevents the save, and ends the run.
+        If it returns True, on any process, nothing is saved. All earlier rows of metrics have been
+        delivered. An exception also prevents the save, and ends the run.
         """
 
     def saved(self, step: int, path: str) -> None:
         """Called on process 0 for each permanent checkpoint once it is complete and on disk.
 
-        It is called in a background thread, one call at a time; the checkpoint is not deleted before it returns. An
-        exception is logged; `train` raises it at its end unless a later call succeeded. To read a checkpoint, open
-        another `Saver`: the run's own may be waiting for this call, so it raises a RuntimeError.
+        It is called in a background thread, one call at a time; the checkpoint is not deleted
+        before it returns. An exception is logged; `train` raises it at its end unless a later call
+        succeeded. To read a checkpoint, open another `Saver`: the run's own may be waiting for this
+        call, so it raises a RuntimeError.
         """
 
     def failed(self, step: int, error: BaseException) -> None:
-        """Called with the exception that ends the run, after everything that can be saved is saved."""
+        """Called with the exception that ends the run, after all that can be saved is saved."""
 
     def closed(self) -> None:
         """Called at the end, after success and failure, last hook first."""
 
     def next_due(self, step: int) -> int | None:
-        """Return the first step after `step` at which to call `after_step`; None to call it after every call.
+        """Return the next step after `step` at which to call `after_step`; None for every call.
 
-        It must be a pure function of the step. With `steps_per_call`, no call runs past such a step.
+        It must be a pure function of the step. With `steps_per_call`, no call runs past such a
+        step.
         """
         return None
 
@@ -129,7 +141,16 @@ def call_named(hook: object, method: str, *args: Any) -> Any:
 
 # The hooks that `train` is given, checked before anything is opened.
 
-_HOOK_METHODS = ("after_step", "before_step", "end", "next_due", "before_save", "saved", "failed", "closed")
+_HOOK_METHODS = (
+    "after_step",
+    "before_step",
+    "end",
+    "next_due",
+    "before_save",
+    "saved",
+    "failed",
+    "closed",
+)
 _CALLBACK_METHODS = ("begin", "get_state", "set_state")
 """Methods that callbacks of evaluations have, too."""
 _FILE_METHODS = ("flush", "close")
@@ -137,24 +158,36 @@ _FILE_METHODS = ("flush", "close")
 _ALL_METHODS = (*_HOOK_METHODS, *_CALLBACK_METHODS, *_FILE_METHODS)
 
 _NAMES_ELSEWHERE = {
-    **dict.fromkeys(("on_train_begin", "on_train_start", "on_fit_start", "after_create_session", "setup"), "begin"),
-    **dict.fromkeys(("on_train_batch_begin", "on_train_batch_start", "on_batch_begin"), "before_step"),
+    **dict.fromkeys(
+        ("on_train_begin", "on_train_start", "on_fit_start", "after_create_session", "setup"),
+        "begin",
+    ),
+    **dict.fromkeys(
+        ("on_train_batch_begin", "on_train_batch_start", "on_batch_begin"), "before_step"
+    ),
     **dict.fromkeys(("on_step_begin", "before_run"), "before_step"),
-    **dict.fromkeys(("on_train_batch_end", "on_batch_end", "on_step_end", "after_run", "on_epoch_end"), "after_step"),
+    **dict.fromkeys(
+        ("on_train_batch_end", "on_batch_end", "on_step_end", "after_run", "on_epoch_end"),
+        "after_step",
+    ),
     **dict.fromkeys(("on_train_end", "on_fit_end"), "end"),
     **dict.fromkeys(("on_save_checkpoint", "state_dict"), "get_state"),
     **dict.fromkeys(("on_load_checkpoint", "load_state_dict"), "set_state"),
     **dict.fromkeys(("on_exception",), "failed"),
     **dict.fromkeys(("teardown",), "closed"),
 }
-"""Method of a callback of Keras, Lightning, the Hugging Face Trainer or `tf.train` → that of a hook."""
+"""Method of a callback of Keras, Lightning, the Hugging Face Trainer or `tf.train` → that of a
+hook."""
 
 _SIMILAR = 0.84
-"""How similar a name must be to that of a method to be taken for it; `is_closed` is 0.8 like `closed`."""
+"""How similar a name must be to that of a method to be taken for it; `is_closed` is 0.8 like
+`closed`."""
 
 
-def check_spellings(hook: object, argument: str, kind: str, known: Sequence[str] = _ALL_METHODS) -> None:
-    """Refuse an object that has a method which looks like one of a hook, and which nothing would call.
+def check_spellings(
+    hook: object, argument: str, kind: str, known: Sequence[str] = _ALL_METHODS
+) -> None:
+    """Reject an object with a method that looks like a hook's, and that nothing would call.
 
     Args:
         hook: The object.
@@ -169,8 +202,8 @@ def check_spellings(hook: object, argument: str, kind: str, known: Sequence[str]
         meant = _nearest(name, missing)
         if meant:
             raise TypeError(
-                f"{argument}={format_value(hook)}: has a method {name!r}, which a run does not call; rename it: "
-                f"{kind} has {meant!r} (or begin its name with an underscore)"
+                f"{argument}={format_value(hook)}: has a method {name!r}, which a run does not "
+                f"call; rename it: {kind} has {meant!r} (or begin its name with an underscore)"
             )
 
 
@@ -178,7 +211,8 @@ def _own_methods(hook: object) -> list[str]:
     """Return the names of the methods that the user's classes of an object define."""
     classes = type(hook).__mro__[:-1]  # without `object`
     jstep_classes = [cls for cls in classes if cls.__module__.partition(".")[0] == "jstep"]
-    # A method that a hook of jstep has, and a subclass overrides, is meant: `save` of a CheckpointSaverHook.
+    # A method that a hook of jstep has, and a subclass overrides, is meant: `save` of a
+    # CheckpointSaverHook.
     overridden = {name for cls in jstep_classes for name in vars(cls)}
     names: list[str] = []
     for cls in classes:
@@ -209,23 +243,29 @@ def _letters(name: str) -> str:
 
 def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
     if hasattr(hooks, "after_step") or not isinstance(hooks, Iterable):
-        raise TypeError(f"hooks={format_value(hooks)}: must be a sequence of hooks, got {describe_type(hooks)}")
+        raise TypeError(
+            f"hooks={format_value(hooks)}: must be a sequence of hooks, got {describe_type(hooks)}"
+        )
     checked = list(hooks)
     first_index: dict[int, int] = {}
     for i, hook in enumerate(checked):
         if first_index.setdefault(id(hook), i) != i:
             raise ValueError(
-                f"hooks[{i}]={format_value(hook)}: must be another object than hooks[{first_index[id(hook)]}], or each "
-                "step would call it twice; leave it out, or make a second one"
+                f"hooks[{i}]={format_value(hook)}: must be another object than "
+                f"hooks[{first_index[id(hook)]}], or each step would call it "
+                "twice; leave it out, or make a second one"
             )
         if isinstance(hook, type):
-            raise TypeError(f"hooks[{i}]={hook.__name__} is a class; give an instance: {hook.__name__}(...)")
+            raise TypeError(
+                f"hooks[{i}]={hook.__name__} is a class; give an instance: {hook.__name__}(...)"
+            )
         check_spellings(hook, f"hooks[{i}]", "a hook")
         if not _is_hook(hook):
             raise TypeError(
-                f"hooks[{i}]={format_value(hook)}: must be a hook, with some of the methods of jstep.Hook"
-                f"{_name_in_jstep(hook)}. A function becomes one by jstep.every(100, fn); a callback of evaluations "
-                "belongs in jstep.EvaluationHook(evaluate, every_n_steps=…, callbacks=[…])"
+                f"hooks[{i}]={format_value(hook)}: must be a hook, with some of the methods of "
+                f"jstep.Hook{_name_in_jstep(hook)}. A function becomes one by "
+                "jstep.every(100, fn); a callback of evaluations belongs in "
+                "jstep.EvaluationHook(evaluate, every_n_steps=…, callbacks=[…])"
             )
     return checked
 
@@ -260,7 +300,9 @@ class StopWith:
     state: TrainState
 
 
-def as_hook_result(result: object, state: TrainState, step: int, caller: str) -> tuple[bool, TrainState]:
+def as_hook_result(
+    result: object, state: TrainState, step: int, caller: str
+) -> tuple[bool, TrainState]:
     """Return whether the run ends after this step, and the state to continue with."""
     if isinstance(result, bool | np.bool_ | None):
         return bool(result), state
@@ -270,13 +312,13 @@ def as_hook_result(result: object, state: TrainState, step: int, caller: str) ->
         return True, as_returned_state(result.state, state, step, f"{caller} returned")
     hint = "; make a bool of it: bool(…)" if trees.is_array(result) else ""
     raise TypeError(
-        f"{caller} returned {describe_type(result)}: must be None, True (stop after this step), or a TrainState to "
-        f"continue with{hint}"
+        f"{caller} returned {describe_type(result)}: must be None, True (stop after this step), or "
+        f"a TrainState to continue with{hint}"
     )
 
 
 def as_returned_state(other: TrainState, state: TrainState, step: int, subject: str) -> TrainState:
-    """Return a state that replaces another one, with its placement; `subject` is what errors begin with."""
+    """Return a state that replaces another one, placed like it; errors begin with `subject`."""
     if other is state:
         return state
     # A hook may build its state by hand; its slots keep the roles that they have in the run.
@@ -293,10 +335,14 @@ def as_returned_state(other: TrainState, state: TrainState, step: int, subject: 
         for (path, leaf), (_, old_leaf) in zip(new, old, strict=True):
             leaves.append(_placed_like(leaf, old_leaf, path, subject))
         leaves = _copy_shared(leaves)
-        if other.global_step is not state.global_step and int(np.asarray(other.global_step)) != step:
+        if (
+            other.global_step is not state.global_step
+            and int(np.asarray(other.global_step)) != step
+        ):
             raise ValueError(
-                f"{subject} a state at step {int(np.asarray(other.global_step))}: must be at step {step}; only the "
-                "run takes steps: in a loop, by run.train_step(*batch) if it is given no batches"
+                f"{subject} a state at step {int(np.asarray(other.global_step))}: must be at "
+                f"step {step}; only the run takes steps: in a loop, by "
+                "run.train_step(*batch) if it is given no batches"
             )
     return jax.tree.unflatten(trees.structure(state), leaves)
 
@@ -317,7 +363,7 @@ def _copy_shared(leaves: list[Any]) -> list[Any]:
 
 
 def _placed_like(leaf: Any, old_leaf: Any, path: str, subject: str) -> Any:
-    """Return a leaf with the placement of the one that it replaces, which must be of the same kind."""
+    """Return a leaf placed like the one that it replaces, which must be of the same kind."""
     if leaf is old_leaf:
         return leaf
     leaf = trees.native(leaf, path, subject)
@@ -329,6 +375,7 @@ def _placed_like(leaf: Any, old_leaf: Any, path: str, subject: str) -> Any:
         leaf = leaf.astype(leaf.dtype)  # otherwise the step would be compiled again
     if isinstance(leaf, jax.Array) and leaf.sharding == old_leaf.sharding:
         return leaf
-    # A NumPy array in place of an uncommitted array stays uncommitted, or the step would be compiled again.
+    # A NumPy array in place of an uncommitted array stays uncommitted, or the step would be
+    # compiled again.
     is_placed = getattr(old_leaf, "committed", True) or isinstance(leaf, jax.Array)
     return jax.device_put(trees.copy_numpy(leaf, subject), old_leaf.sharding if is_placed else None)

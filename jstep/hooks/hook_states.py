@@ -1,7 +1,8 @@
-"""The states of hooks and of evaluation callbacks in checkpoints, matched by key or class, and then by settings.
+"""The states of hooks and of evaluation callbacks in checkpoints.
 
-A hook is identified by its `key` if it has one, whatever its class, and otherwise by its class and its attribute
-`watches` (`EarlyStopping(loss)`). Hooks of one class with equal `watches` share a key: they are matched by
+They are matched by key or class, and then by settings. A hook is identified by its `key` if it has
+one, whatever its class, and otherwise by its class and its attribute `watches`
+(`EarlyStopping(loss)`). Hooks of one class with equal `watches` share a key: they are matched by
 their settings, and by order if these are equal too.
 """
 
@@ -38,7 +39,8 @@ class StateFormat(NamedTuple):
 
 
 _FORMATS: dict[type, StateFormat] = {}
-"""Class → the format of the state that its `get_state` returns. Not an attribute, which users would be shown."""
+"""Class → the format of the state that its `get_state` returns. Not an attribute, which users would
+be shown."""
 
 
 def register_format(cls: type, state_format: StateFormat) -> None:
@@ -58,13 +60,17 @@ def check_stateful(objects: Sequence[Any], argument: str = "hooks") -> None:
     for hook in objects:
         if _has(hook, "get_state") and not _has(hook, "set_state"):
             raise TypeError(
-                f"{argument}: {hook_key(hook)} has get_state() without set_state(value), so its state would be saved "
-                "and never restored; add set_state, or rename get_state if no state has to be kept"
+                f"{argument}: {hook_key(hook)} has get_state() without set_state(value), "
+                "so its state would be saved and never restored; add set_state, or "
+                "rename get_state if no state has to be kept"
             )
 
 
 def get_states(objects: Iterable[Any], argument: str = "hooks") -> Any:
-    """Return copies of the states of all objects, None if none has one; `tagged_json.as_json` makes them JSON."""
+    """Return copies of the states of all objects, None if none has one.
+
+    `tagged_json.as_json` makes them JSON.
+    """
     states = [_record(identity, hook, argument) for identity, hook in _stateful(objects)]
     return {"format": RECORD_FORMAT, "jstep": jstep_version(), "states": states} if states else None
 
@@ -73,14 +79,19 @@ def _record(identity: _HookIdentity, hook: Any, argument: str) -> dict[str, Any]
     try:
         value = hook.get_state()
     except Exception as error:
-        note(error, f"jstep: {argument}: in {identity.key}.get_state(), whose result is kept with each checkpoint")
+        note(
+            error,
+            f"jstep: {argument}: in {identity.key}.get_state(), whose result is kept with "
+            "each checkpoint",
+        )
         raise
     try:
         state = tagged_json.copy_encodable(value)
     except UnsupportedError as error:
         raise TypeError(
-            f"{argument}: the state of {identity.key} cannot be kept with a checkpoint: get_state(){error.path} "
-            f"{error.what}; convert it there, and back in set_state, see docs: help/errors#positions"
+            f"{argument}: the state of {identity.key} cannot be kept with a checkpoint: "
+            f"get_state(){error.path} {error.what}; convert it there, and back in set_state, see "
+            "docs: help/errors#positions"
         ) from None
     record = {"key": identity.key, "class": identity.made_by, "state": state}
     settings = _settings(hook)
@@ -95,20 +106,24 @@ def _record(identity: _HookIdentity, hook: Any, argument: str) -> dict[str, Any]
 def set_states(objects: Iterable[Any], saved: Any, argument: str = "hooks") -> bool:
     """Restore the state of each object; return whether one of them ends the run.
 
-    States whose hooks are missing, or fewer or more than the states, are dropped, with a line in the log.
+    States whose hooks are missing, or fewer or more than the states, are dropped, with a line in
+    the log.
 
     Raises:
-        UnsupportedFormatError: A later version of jstep saved something that this one does not know.
+        UnsupportedFormatError: A later version of jstep saved something that this one does not
+            know.
     """
     if saved is None:
         return False
     if isinstance(saved, list):
         raise UnsupportedFormatError(
-            f"{argument}: their states in the checkpoint have a format from before the first release of jstep. The "
-            "checkpoint is intact: restore it with the version that wrote it"
+            f"{argument}: their states in the checkpoint have a format from before the first "
+            "release of jstep. The checkpoint is intact: restore it with the version that wrote it"
         )
     if not _is_valid(saved):
-        logger.warning("%s: their states in the checkpoint cannot be read: all start fresh", argument)
+        logger.warning(
+            "%s: their states in the checkpoint cannot be read: all start fresh", argument
+        )
         return False
     hooks: dict[_HookIdentity, list[Any]] = {}
     for identity, hook in _stateful(objects):
@@ -130,7 +145,11 @@ def set_states(objects: Iterable[Any], saved: Any, argument: str = "hooks") -> b
                 if hook.set_state(state):
                     stops = True
             except Exception as error:
-                note(error, f"jstep: {argument}: in {identity.key}.set_state(), with its state in the checkpoint")
+                note(
+                    error,
+                    f"jstep: {argument}: in {identity.key}.set_state(), with its state in "
+                    "the checkpoint",
+                )
                 raise
     return stops
 
@@ -138,16 +157,19 @@ def set_states(objects: Iterable[Any], saved: Any, argument: str = "hooks") -> b
 def _records_by_identity(
     states: Sequence[Any], hooks: Mapping[_HookIdentity, Sequence[Any]], reader: "_Reader"
 ) -> dict[_HookIdentity, list[Any]]:
-    """Return the saved records by the identity of the hooks of this run that may have saved them."""
+    """Return the saved records by the identity of this run's hooks that may have saved them."""
     own_keys = {record["key"] for record in states if record["class"] is None}
     records: dict[_HookIdentity, list[Any]] = {}
     for record in states:
         reader.check(_state_of(record), record, _STATE_KEYS)
         identity = _HookIdentity(record["key"], record["class"])
-        # Perhaps the hook had no `key` then, and has now the one that it had without; not if another one had it then.
-        # And not by the key alone: another hook may be given it, which would get the memory of one that is gone.
+        # Perhaps the hook had no `key` then, and has now the one that it had without; not if
+        # another one had it then. And not by the key alone: another hook may be given it, which
+        # would get the memory of one that is gone.
         with_key = _HookIdentity(record["key"], None)
-        heirs = hooks.get(with_key, ()) if identity not in hooks and record["key"] not in own_keys else ()
+        heirs: Sequence[Any] = ()
+        if identity not in hooks and record["key"] not in own_keys:
+            heirs = hooks.get(with_key, ())
         if heirs and all(_identity_without_key(hook) == identity for hook in heirs):
             identity = with_key
         records.setdefault(identity, []).append(record)
@@ -175,12 +197,18 @@ def _state_of(record: Mapping[str, Any]) -> str:
 
 
 class _Reader(NamedTuple):
-    """What reads the states that a version of jstep saved, and refuses what this version does not know."""
+    """A reader of the states that a version of jstep saved; it rejects what it does not know."""
 
     argument: str
     written_by: str
 
-    def check(self, what: str, record: Mapping[str, Any], known: Collection[str], number: int | None = None) -> None:
+    def check(
+        self,
+        what: str,
+        record: Mapping[str, Any],
+        known: Collection[str],
+        number: int | None = None,
+    ) -> None:
         if number is not None and record.get("format", number) != number:
             self._refuse(what, f"has format {format_value(record['format'], 50)}")
         unknown = sorted(record.keys() - known)
@@ -188,7 +216,7 @@ class _Reader(NamedTuple):
             self._refuse(what, f"has {format_list([format_value(key, 50) for key in unknown], 3)}")
 
     def state(self, hook: Any, record: Mapping[str, Any]) -> Any:
-        """Return the state for `set_state`: that of a built-in hook has all its fields, and no others."""
+        """Return the state for `set_state`: a built-in hook's has all its fields, and no others."""
         what = _state_of(record)
         built_in = _format_of(hook)
         if built_in is not None:
@@ -199,25 +227,32 @@ class _Reader(NamedTuple):
             self._refuse(what, f"has {error.part}")
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"{self.argument}: {what} cannot be decoded ({error}); it was not saved by jstep, or was changed"
+                f"{self.argument}: {what} cannot be decoded ({error}); it was not saved by jstep, "
+                "or was changed"
             ) from None
         if built_in is None:
             return state
         if not isinstance(state, dict):
-            raise ValueError(f"{self.argument}: {what} is {describe_type(state)}; it was not saved by jstep")
+            raise ValueError(
+                f"{self.argument}: {what} is {describe_type(state)}; it was not saved by jstep"
+            )
         self.check(what, state, built_in.defaults.keys())
         return {**built_in.defaults, **state}
 
     def _refuse(self, what: str, has: str) -> NoReturn:
         raise UnsupportedFormatError(
-            f"{self.argument}: {what} {has}, which this version of jstep ({jstep_version()}) does not know. The "
-            f"checkpoint is intact, and was written by jstep {printable(self.written_by):.50}: install that or a later "
-            "one, or leave the hook out, or give it another key, with which it starts fresh"
+            f"{self.argument}: {what} {has}, which this version of jstep ({jstep_version()}) does "
+            "not know. The checkpoint is intact, and was written by jstep "
+            f"{printable(self.written_by):.50}: install that or a later one, or leave the hook "
+            "out, or give it another key, with which it starts fresh"
         )
 
 
 def _format_of(hook: object) -> StateFormat | None:
-    """Return the format of the state of a built-in hook; None if a subclass of the user's has its own `get_state`."""
+    """Return the format of a built-in hook's state.
+
+    It is None if a subclass of the user's has its own `get_state`.
+    """
     for cls in type(hook).__mro__:
         if cls in _FORMATS:
             return _FORMATS[cls]
@@ -226,8 +261,10 @@ def _format_of(hook: object) -> StateFormat | None:
     return None
 
 
-def _matched(same_key: Sequence[Any], records: Sequence[Any], argument: str) -> Iterator[tuple[Any, Any]]:
-    """Pair each object with its record: a single one as it is, several by settings, then by order."""
+def _matched(
+    same_key: Sequence[Any], records: Sequence[Any], argument: str
+) -> Iterator[tuple[Any, Any]]:
+    """Pair each object with its record: a single one as is, several by settings, then by order."""
     if len(records) == 1:
         yield same_key[0], records[0]
         return
@@ -239,11 +276,16 @@ def _matched(same_key: Sequence[Any], records: Sequence[Any], argument: str) -> 
             left.remove(alike[0])
             yield hook, alike[0]
         else:
-            logger.warning("%s: no %s in the checkpoint had these settings: it starts fresh", argument, hook_key(hook))
+            logger.warning(
+                "%s: no %s in the checkpoint had these settings: it starts fresh",
+                argument,
+                hook_key(hook),
+            )
 
 
 def _settings(hook: object) -> dict[str, Any]:
-    # Of a subclass with a `get_state` of its own, too: two of them are told apart as those of its base class.
+    # Of a subclass with a `get_state` of its own, too: two of them are told apart as those of its
+    # base class.
     for cls in type(hook).__mro__:
         if cls in _FORMATS:
             settings = _FORMATS[cls].settings

@@ -24,22 +24,23 @@ from jstep.training.metrics import Metrics, losses_in
 class NanLossHook(RunHook):
     """A hook that stops the run when the loss is NaN or infinite, and names the step.
 
-    All losses are checked on the device: each leaf of a loss that is a mapping, both parts of a complex one. The hook
-    reads the result one interval later, before each checkpoint and at the end. There it also checks the state: `train`
-    saves no checkpoint with a parameter that became NaN or infinite during the run, or a slot that became NaN
-    (model_state is not checked). A slot that became infinite, and NaN in the state when the run begins, give a warning.
-    The metric `grad_norm`, if there is one, gives the step of the gradient.
+    All losses are checked on the device: each leaf of a loss that is a mapping, both parts of a
+    complex one. The hook reads the result one interval later, before each checkpoint and at the
+    end. There it also checks the state: `train` saves no checkpoint with a parameter that became
+    NaN or infinite during the run, or a slot that became NaN (model_state is not checked). A slot
+    that became infinite, and NaN in the state when the run begins, give a warning. The metric
+    `grad_norm`, if there is one, gives the step of the gradient.
 
-    Steps whose whole update was skipped (`skip_nonfinite`, `dynamic_loss_scale`) do not count. In a custom step, too,
-    the skipped update is found in the state, and shown as the metric `skipped`. A step that skips updates without a
-    guard returns this metric itself, 1 or 0.
+    Steps whose whole update was skipped (`skip_nonfinite`, `dynamic_loss_scale`) do not count. In a
+    custom step, too, the skipped update is found in the state, and shown as the metric `skipped`. A
+    step that skips updates without a guard returns this metric itself, 1 or 0.
 
     Args:
         every_n_steps: Interval in steps between checks.
-        fail_on_nan_loss: Whether to raise; if False, the hook logs a warning and stops the run, which ends normally but
-            without a checkpoint.
-        max_skipped_steps: The number of consecutive skipped updates, also over restarts, that stops the run with the
-            same error, at the end of the iteration; the state is saved.
+        fail_on_nan_loss: Whether to raise; if False, the hook logs a warning and stops the run,
+            which ends normally but without a checkpoint.
+        max_skipped_steps: The number of consecutive skipped updates, also over restarts, that stops
+            the run with the same error, at the end of the iteration; the state is saved.
 
     Source: `tf.train.NanTensorHook`.
     """
@@ -47,21 +48,30 @@ class NanLossHook(RunHook):
     _instead = "check jnp.isfinite(metrics['loss'])"
 
     def __init__(
-        self, *, every_n_steps: int = 10, fail_on_nan_loss: bool = True, max_skipped_steps: int | None = None
+        self,
+        *,
+        every_n_steps: int = 10,
+        fail_on_nan_loss: bool = True,
+        max_skipped_steps: int | None = None,
     ) -> None:
-        # This hook needs no call to end at its steps: the sums of a call do not depend on where it ends.
+        # This hook needs no call to end at its steps: the sums of a call do not depend on where it
+        # ends.
         self._cadence = make_cadence(steps=("every_n_steps", every_n_steps), ends_calls=False)
         self._fail = as_bool(fail_on_nan_loss, "fail_on_nan_loss")
         if max_skipped_steps is not None:
-            max_skipped_steps = as_int(max_skipped_steps, "max_skipped_steps", 1, "a number of steps")
+            max_skipped_steps = as_int(
+                max_skipped_steps, "max_skipped_steps", 1, "a number of steps"
+            )
         self.max_skipped_steps = max_skipped_steps
         self._reset()
 
     def _reset(self) -> None:
-        self._unchecked: Interval | None = None  # the latest interval, which is checked one interval later
+        # The latest interval, which is checked one interval later.
+        self._unchecked: Interval | None = None
         self._is_bad = False  # a loss or the state is not finite: nothing is saved any more
         self._is_over_limit = False  # more updates in a row were skipped than `max_skipped_steps`
-        self._bad_gradient: int | None = None  # the first step with one since the state was found finite
+        # The first step with a gradient that is not finite, since the state was found finite.
+        self._bad_gradient: int | None = None
         self._has_warned_of_slots = False
 
     def _use_run(self, run: RunInfo) -> None:
@@ -74,7 +84,9 @@ class NanLossHook(RunHook):
         self._began = state_step(state)
         self._checked = self._began  # the latest step at which the state was found finite
         finite_steps = [
-            state.slots[slot] for slot in roles_in(state).names_with(Role.LAST_FINITE) if slot in state.slots
+            state.slots[slot]
+            for slot in roles_in(state).names_with(Role.LAST_FINITE)
+            if slot in state.slots
         ]
         if self.max_skipped_steps is not None and finite_steps:
             # The updates that were skipped before the restart count, too.
@@ -130,15 +142,19 @@ class NanLossHook(RunHook):
             # Set before raising, so that the state is not saved when the run fails.
             self._is_bad = True
             origin = bad.step if self._bad_gradient is None else min(bad.step, self._bad_gradient)
-            cause = f", after a gradient that is not finite {_step_text(origin)}" if origin < bad.step else ""
-            self._stop(f"the loss is {bad.loss} {_step_text(bad.step)}{cause}{_advice(origin)}", origin)
+            cause = ""
+            if origin < bad.step:
+                cause = f", after a gradient that is not finite {_step_text(origin)}"
+            self._stop(
+                f"the loss is {bad.loss} {_step_text(bad.step)}{cause}{_advice(origin)}", origin
+            )
         elif limit_step is not None:
             self._is_over_limit = True
             self._is_bad = bad is not None
             self._stop(
-                f"{self.max_skipped_steps} updates in a row were skipped up to step {limit_step}, because their losses "
-                f"or gradients were not finite. Look at batch {limit_step - 1}, lower the learning rate, or clip "
-                "gradients.",
+                f"{self.max_skipped_steps} updates in a row were skipped up to step {limit_step}, "
+                "because their losses or gradients were not finite. Look at batch "
+                f"{limit_step - 1}, lower the learning rate, or clip gradients.",
                 limit_step,
             )
 
@@ -149,14 +165,17 @@ class NanLossHook(RunHook):
         self._check_interval(self._run.sums.take(self._number))
         if self._is_bad or self._is_over_limit or step == self._began:
             return
-        with self._run.watch.phase(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
+        with self._run.watch.phase(STEPPING), contextlib.suppress(Exception):
+            # A failed step raises below.
             jax.block_until_ready(state)
-        nonfinite, infinite_slots = StateContents(state).worse_since(self._run.components.initial_contents)
+        initial = self._run.components.initial_contents
+        nonfinite, infinite_slots = StateContents(state).worse_since(initial)
         if infinite_slots and not self._has_warned_of_slots:
             self._has_warned_of_slots = True
             logger.warning(
-                "NanLossHook: at step %d the optimizer state contains infinity: %s. A second moment that overflowed "
-                "stops these elements: clip gradients, and resume from an earlier checkpoint.",
+                "NanLossHook: at step %d the optimizer state contains infinity: %s. A "
+                "second moment that overflowed stops these elements: clip gradients, "
+                "and resume from an earlier checkpoint.",
                 step,
                 format_list(infinite_slots),
             )
@@ -167,7 +186,9 @@ class NanLossHook(RunHook):
         self._is_bad = True
         kind = "NaN" if NAN in nonfinite.values() else "infinite numbers"
         leaves = format_list([*nonfinite])
-        message = f"the state contains {kind} after step {step}, though each loss is finite: {leaves}"
+        message = (
+            f"the state contains {kind} after step {step}, though each loss is finite: {leaves}"
+        )
         if self._bad_gradient is not None:
             message += f"; the gradient is not finite {_step_text(self._bad_gradient)}"
         elif self._checked < step - 1:
@@ -193,8 +214,8 @@ def _check_loss(metrics: Metrics) -> None:
 
 def describe_initial_nan(nan_leaves: list[str], step: int) -> str:
     return (
-        f"{format_list(nan_leaves)} contained NaN when this run began, at step {step}: delete the checkpoints that "
-        "contain NaN (`jstep inspect` shows it), and start again"
+        f"{format_list(nan_leaves)} contained NaN when this run began, at step {step}: delete the "
+        "checkpoints that contain NaN (`jstep inspect` shows it), and start again"
     )
 
 
@@ -204,7 +225,8 @@ def _step_text(step: int) -> str:
 
 def _advice(step: int) -> str:
     return (
-        f". Look at batch {step - 1}, lower the learning rate, clip gradients, or guard with jstep.skip_nonfinite. To "
-        f"find the operation: replay = jstep.replay(train_step, state, batches, checkpoint_dir, {step - 1}), then "
-        "jstep.find_nonfinite(train_step, replay.state, *replay.args)."
+        f". Look at batch {step - 1}, lower the learning rate, clip gradients, or guard with "
+        "jstep.skip_nonfinite. To find the operation: replay = jstep.replay(train_step, state, "
+        f"batches, checkpoint_dir, {step - 1}), then jstep.find_nonfinite(train_step, "
+        "replay.state, *replay.args)."
     )

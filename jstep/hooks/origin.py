@@ -13,7 +13,8 @@ class Lineage(NamedTuple):
     """Where a run comes from.
 
     Attributes:
-        name: The name of the run, which all its starts have in common; None if nothing has named it yet.
+        name: The name of the run, which all its starts have in common; None if nothing has named it
+            yet.
         parent: The path and step of the checkpoint that it branched from.
         parent_run: The name of the run that saved that checkpoint, if this is the first start.
         is_copy: Whether this is the first start in a copy of another run's directory.
@@ -44,7 +45,9 @@ _ABSTRACT = Given()
 class Kind(enum.Enum):
     FRESH = "with the state passed"
     RESUMED = "from its own newest checkpoint"
-    BRANCHED = "from a checkpoint of another run, or with an edited state and the rest of that checkpoint"
+    BRANCHED = (
+        "from a checkpoint of another run, or with an edited state and the rest of that checkpoint"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +63,8 @@ class Origin:
     Attributes:
         given: The state that was passed.
         source: What messages call the checkpoint: its name, or the path of a parent's.
-        is_claimed: Whether the run holds the claim of its checkpoints. It needs none if it will save nothing.
+        is_claimed: Whether the run holds the claim of its checkpoints. It needs none if it will
+            save nothing.
     """
 
     kind: Kind = Kind.FRESH
@@ -92,9 +96,10 @@ class Origin:
 
     @property
     def is_at_branch_point(self) -> bool:
-        """Whether the run is still where it branched off, and no hook of its own has stopped it there.
+        """Whether the run is still where it branched off, and no hook of its own stopped it there.
 
-        Then what the checkpoint holds is the parent's: a hook that has stopped the parent does not stop this run.
+        Then what the checkpoint holds is the parent's: a hook that has stopped the parent does not
+        stop this run.
         """
         if self.kind is not Kind.RESUMED:
             return self.kind is Kind.BRANCHED
@@ -103,7 +108,7 @@ class Origin:
 
     @property
     def held_values(self) -> Mapping[str, float]:
-        """Name → value of the hyperparameters that optimizers keep in the state (`jstep.held`), when the run began."""
+        """Name → value, when the run began, of the hyperparameters in the state (`jstep.held`)."""
         initial: Mapping[str, float] = self.extra.get(HELD_VALUES, {})
         if self.kind is not Kind.FRESH and self.given.step != 0:
             return initial  # shapes, or a trained state, hold no initial values

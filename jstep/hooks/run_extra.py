@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds beside the state: the keys of its `extra`, and what each of them may be.
+"""What a checkpoint of a run holds beside the state: the keys of its `extra`, and their types.
 
 `contents.py` has the table of who writes a key and who restores it.
 """
@@ -94,8 +94,8 @@ SCHEMA: Mapping[str, Any] = {
 def run_extra(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     """Return the `extra` of a checkpoint, checked; an empty one if no run has written it.
 
-    What a user saves by hand, and what `KeepBest` saves, has no name of a run. Its keys are the user's, or metrics,
-    whatever they are called.
+    What a user saves by hand, and what `KeepBest` saves, has no name of a run. Its keys are the
+    user's, or metrics, whatever they are called.
 
     Raises:
         CorruptedCheckpointError: It is not what a run writes.
@@ -110,7 +110,8 @@ def run_extra(checkpoint: OpenCheckpoint) -> dict[str, Any]:
             checked(extra[key], kind)
         except (TypeError, ValueError):
             raise checkpoint.corrupted(
-                f"{MANIFEST_FILE}: its extra has {key}={format_value(extra[key])}, which is not what a run writes"
+                f"{MANIFEST_FILE}: its extra has {key}={format_value(extra[key])}, which is not "
+                "what a run writes"
             ) from None
     return extra
 

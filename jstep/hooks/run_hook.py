@@ -19,9 +19,9 @@ from jstep.training.metrics import Metrics
 class RunHook(Hook, Cadenced):
     """Base class of built-in hooks, which only `train` calls.
 
-    A hook with a `_cadence` defines `_when_due`; `_phase` is what its calls are timed as, `_instead` what to call in
-    other loops. What a run calls beside the methods of `Hook` are the functions below the class: a public name here
-    would be shown to users by completion.
+    A hook with a `_cadence` defines `_when_due`; `_phase` is what its calls are timed as,
+    `_instead` what to call in other loops. What a run calls beside the methods of `Hook` are the
+    functions below the class: a public name here would be shown to users by completion.
     """
 
     _phase: str = HOOKS
@@ -40,8 +40,8 @@ class RunHook(Hook, Cadenced):
         if self._given_run is None:
             name = type(self).__name__
             raise RuntimeError(
-                f"{name} is called outside of a run of train: give it to train, hooks=[{name}(…)]. In a custom loop, "
-                f"{self._instead}"
+                f"{name} is called outside of a run of train: give it to train, hooks=[{name}(…)]. "
+                f"In a custom loop, {self._instead}"
             )
         return self._given_run
 
@@ -69,9 +69,10 @@ class RunHook(Hook, Cadenced):
         """Called when a run resumes: make what a signal has interrupted at this step."""
 
     def _owes_end(self, step: int) -> bool | None:
-        """Whether `end` has something to make at this step; if still so after `end`, a signal has interrupted it.
+        """Whether `end` has something to make at this step.
 
-        None if nothing in it is owed, or can be interrupted.
+        If that is so after `end`, a signal has interrupted it. None if nothing in it is owed, or
+        can be interrupted.
         """
         return None
 
@@ -85,10 +86,11 @@ class RunHook(Hook, Cadenced):
         return None
 
     def _make_last_row(self, step: int, state: TrainState, metrics: Metrics | None) -> None:
-        """Called after the last step, before its save, if the run ends well; metrics are None without a step.
+        """Called after the last step, before its save, if the run ends well.
 
-        For a row that a run interrupted here must not have, as it would split the interval of the next one. The hooks
-        of a cadence with `at_last_step` have one in any case.
+        The metrics are None if no step was taken. This is for a row that a run interrupted here
+        must not have, as it would split the interval of the next one. The hooks of a cadence with
+        `at_last_step` have one in any case.
         """
 
     def next_due(self, step: int) -> int | None:
@@ -99,7 +101,7 @@ class RunHook(Hook, Cadenced):
 
     @contextlib.contextmanager
     def _deferring_errors(self, path: str = "") -> Iterator[None]:
-        """Keep the error of a log that cannot be written until the checkpoint that is due is saved."""
+        """Keep the error of a log that cannot be written until the due checkpoint is saved."""
         try:
             yield
         except OSError as error:
@@ -108,7 +110,7 @@ class RunHook(Hook, Cadenced):
             self._run.log_failed(self, add_path(error, path) if path else error)
 
     def flush(self) -> None:
-        """Called in the background before a checkpoint exists: flush files that must not be older."""
+        """Called in the background before a checkpoint exists: flush what must not be older."""
 
     def close(self) -> None:
         """Called at the end, before `closed` of any hook."""
@@ -128,7 +130,10 @@ def phase_of(hook: object) -> str:
 
 
 def timing_key(call: HookCall) -> Hashable:
-    """Return the key of a call's recorded duration: all saves have one, and each hook's evaluations."""
+    """Return the key of a call's recorded duration.
+
+    All saves have one key, and so have all evaluations of a hook.
+    """
     phase = phase_of(call.hook)
     if phase == HOOKS or call.method == "begin":
         return id(call.hook), call.method
@@ -163,7 +168,10 @@ def may_return_state(hook: object) -> bool:
 
 
 def name_of_stop(hook: object) -> str:
-    """Return what stops a run if a hook does: a part of it, such as the callback of an evaluation, or the hook."""
+    """Return what stops a run if a hook does.
+
+    It is a part of the hook, such as the callback of an evaluation, or the hook.
+    """
     part = hook._stopped_by if isinstance(hook, RunHook) else None
     return part or hook_name(hook)
 

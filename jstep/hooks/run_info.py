@@ -19,11 +19,15 @@ from jstep.state.nonfinite import StateContents
 from jstep.stores.files import check_no_links
 
 Poll = Callable[..., bool | None]
-"""`poll()` is called after each call while it returns True, and `poll(wait=True)` after the last step."""
+"""`poll()` is called after each call while it returns True, and `poll(wait=True)` after the last
+step."""
 
 
 class OpenComponents(Protocol):
-    """What hooks ask of a run once it is open, answered by what it has opened (`loop.run_context.RunComponents`)."""
+    """What hooks ask of a run once it is open.
+
+    `loop.run_context.RunComponents`, which the run has opened, answers it.
+    """
 
     @property
     def initial_contents(self) -> StateContents:
@@ -36,13 +40,19 @@ class OpenComponents(Protocol):
         """Return whether a signal stops the run; to be called equally often on all processes."""
 
     def prevents_save(self, step: int) -> bool:
-        """Call `before_save` of each hook, before each save; if it returns True, nothing must be saved."""
+        """Call `before_save` of each hook, before each save.
+
+        If it returns True, nothing must be saved.
+        """
 
     def require_finite(self, step: int, saver: Saver) -> bool:
         """Return whether the parameters are finite; raise if not, unless the `Saver` allows it."""
 
     def freeze_batch_position(self) -> None:
-        """Called before work done only because the run ends here: its feedback to the data source is not saved."""
+        """Called before work that is done only because the run ends here.
+
+        Its feedback to the data source is not saved.
+        """
 
 
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
@@ -69,7 +79,8 @@ class RunInfo:
         pending: What `poll` has been given and still wants to be called, each with its hook.
         steps_by_rows: The number of steps by the size of their batches; None if it is not known.
         shared: What attached rooms keep for each other, by its class. The kernel reads none of it.
-        checked_step: The latest step that the state was found to be at, as the loop was; None before the first call.
+        checked_step: The latest step that the state was found to be at, as the loop was; None
+            before the first call.
     """
 
     last_step: int | None
@@ -85,7 +96,9 @@ class RunInfo:
     saver: Saver | None = dataclasses.field(default=None, init=False)
     origin: Origin = dataclasses.field(default_factory=Origin, init=False)
     components: OpenComponents = dataclasses.field(init=False)
-    failures: deque[tuple[Exception, HookCall]] = dataclasses.field(default_factory=deque, init=False)
+    failures: deque[tuple[Exception, HookCall]] = dataclasses.field(
+        default_factory=deque, init=False
+    )
     best_failure: Exception | None = dataclasses.field(default=None, init=False)
     in_flight: InFlight = dataclasses.field(default_factory=InFlight, init=False)
     pending: deque[tuple[Any, Poll]] = dataclasses.field(default_factory=deque, init=False)
@@ -114,21 +127,28 @@ class RunInfo:
     def examples(self) -> tuple[int, int]:
         """The number of examples, and of the steps whose batch size is not known."""
         examples = 0
-        for rows, steps in list(self.steps_by_rows.items()):  # a copy: the loop may add a size meanwhile
+        # Over a copy: the loop may add a size meanwhile.
+        for rows, steps in list(self.steps_by_rows.items()):
             examples += steps * (rows or 0)
         return examples, self.steps_by_rows[None]
 
     def check_no_links(self, path: str) -> None:
-        """Reject a path, to which a hook writes, that leads through a link below a directory of the run."""
+        """Reject a path of a hook that leads through a link below a directory of the run."""
         check_no_links(path, *self.directories)
 
     def check_step(self, first: int | None = None) -> None:
-        """Reject a state that is not at the step of the loop, which counts on the host; this waits for the device."""
+        """Reject a state that is not at the step of the loop, which counts on the host.
+
+        This waits for the device.
+        """
         check_step(self.step, self.state, first, self.checked_step)
         self.checked_step = self.step
 
     def poll(self, hook: Any, check: Poll) -> None:
-        """Call `check` after each call while it returns True, and `check(wait=True)` after the last step."""
+        """Call `check` after each call while it returns True.
+
+        After the last step, call `check(wait=True)`.
+        """
         self.pending.append((hook, check))
 
     def stop(self, by: str) -> None:
@@ -137,13 +157,14 @@ class RunInfo:
             self.course.stop(by)
 
     def log_failed(self, log: Any, error: Exception, method: str = "flush") -> None:
-        """End the run with this error between two iterations, once the checkpoint that is due is saved."""
+        """End the run with this error between two iterations, once the due checkpoint is saved."""
         self.failures.append((error, HookCall(log, method)))
 
     def best_failed(self, callback: Any, error: Exception) -> None:
-        """End the run with this error at the end of the iteration, with nothing saved; any thread may call it.
+        """End the run with this error at the end of the iteration, with nothing saved.
 
-        The next start resumes from before the evaluation whose checkpoint is missing, and makes it again.
+        Any thread may call it. The next start resumes from before the evaluation whose checkpoint
+        is missing, and makes it again.
         """
         self.best_failure = error
         self.failures.append((error, HookCall(callback, "save")))

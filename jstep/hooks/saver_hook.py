@@ -1,4 +1,4 @@
-"""What all hooks that save have in common: their place in a run, the checks before a save, and the write."""
+"""What all hooks that save share: their place in a run, the checks before a save, and the write."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,7 +16,9 @@ from jstep.training.metrics import Metrics
 
 
 class SaverHook(RunHook):
-    """A hook that saves the state of a run: the loop calls it between two iterations, and last at the end.
+    """A hook that saves the state of a run.
+
+    The loop calls it between two iterations, and last at the end.
 
     Attributes:
         saver: The `Saver`.
@@ -27,11 +29,17 @@ class SaverHook(RunHook):
     saver: Saver
 
     def save(
-        self, step: int, state: TrainState, *, wait: bool = False, permanent_every_secs: float | None = None
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        wait: bool = False,
+        permanent_every_secs: float | None = None,
     ) -> bool:
         """Save, unless this is saved already; return False if a hook prevented it.
 
-        With `wait`, the checkpoint is on disk on return. `permanent_every_secs` is that of `CheckpointExtra`.
+        With `wait`, the checkpoint is on disk on return. `permanent_every_secs` is that of
+        `CheckpointExtra`.
         """
         raise NotImplementedError
 
@@ -43,7 +51,7 @@ class SaverHook(RunHook):
 
 
 class LatestSave(NamedTuple):
-    """What the latest save holds; the state is referred to weakly, as it is donated to the next step."""
+    """What the latest save holds; the state is a weak reference, as the next step donates it."""
 
     step: int
     state: Callable[[], TrainState | None]
@@ -53,15 +61,21 @@ class LatestSave(NamedTuple):
         return self.step == step and self.state() is state
 
 
-def may_save(run: RunInfo, step: int, state: TrainState, checks: Sequence[Callable[[int], bool | None]] = ()) -> bool:
+def may_save(
+    run: RunInfo, step: int, state: TrainState, checks: Sequence[Callable[[int], bool | None]] = ()
+) -> bool:
     """Call all that want to be called before a save; return False if one of them prevents it.
 
-    They come before anything of the checkpoint is read: they deliver the rows of metrics, which are part of it.
+    They come before anything of the checkpoint is read: they deliver the rows of metrics, which are
+    part of it.
     """
     if processes.any_process(run.best_failure is not None):
-        raise run.best_failure or RuntimeError("another process could not save a best checkpoint: see its error")
+        raise run.best_failure or RuntimeError(
+            "another process could not save a best checkpoint: see its error"
+        )
     check_alive(state)
-    # A list, as each must be called: `any` of a generator would stop at the first one that prevents the save.
+    # A list, as each must be called: `any` of a generator would stop at the first one that prevents
+    # the save.
     answers = [bool(check(step)) for check in (run.components.prevents_save, *checks)]
     if any(answers):
         return False

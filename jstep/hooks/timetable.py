@@ -13,7 +13,7 @@ from jstep.hooks.cadence import NEVER, Cadence, hook_cadence
 
 
 def next_call(hook: object, step: int) -> tuple[int, int]:
-    """Return the next step at which a hook is due by steps, and the next one at which it ends a call."""
+    """Return the next step at which a hook is due by steps, and the next where it ends a call."""
     cadence = hook_cadence(hook)
     named = _named_step(hook, step)
     if cadence is None:
@@ -39,7 +39,9 @@ def _named_step(hook: Any, step: int) -> int | None:
     try:
         named = operator.index(answer)
     except TypeError:
-        raise TypeError(f"{call} returned {describe_type(answer)}: must be a step, or None") from None
+        raise TypeError(
+            f"{call} returned {describe_type(answer)}: must be a step, or None"
+        ) from None
     if named <= step:
         raise ValueError(f"{call} returned {answer}: must be a later step, or None")
     return named
@@ -51,7 +53,8 @@ class Entry:
     Attributes:
         cadence: That of the hook when the run began; `next` follows one that a hook changes.
         next: The next step at which the hook is due by steps.
-        deadline: The time at which it is due by seconds; infinite if it is not, or if all processes agree on it.
+        deadline: The time at which it is due by seconds; infinite if it is not, or if all processes
+            agree on it.
         called: The last step at which the hook was called, or the first step of the run.
     """
 
@@ -62,7 +65,11 @@ class Entry:
         self.deadline = math.inf
         self._began = 0.0  # the interval of seconds, by the clock of the cadence
         self._agreed: AgreedClock | None = None
-        if self.cadence.secs is not None and self.cadence.together and not processes.is_single_process():
+        if (
+            self.cadence.secs is not None
+            and self.cadence.together
+            and not processes.is_single_process()
+        ):
             self._agreed = AgreedClock(self.cadence.interval, self.cadence.clock)
         self.reschedule(step)
 
@@ -110,27 +117,29 @@ class Timetable:
 
     | what | is due | the answer |
     |---|---|---|
-    | a user's hook | at the step that its `next_due` returns; after each call if that is None | `due_hooks` |
-    | a built-in hook | at multiples of its steps, and when its seconds since its latest call are over | `due_hooks` |
-    | a saver | likewise; it is noted after a call, and saves between two iterations | `next_save`, `due_savers` |
+    | a user's hook | at the step that `next_due` returns; if None, after each call | `due_hooks` |
+    | a built-in hook | at multiples of its steps, and its seconds after its call | `due_hooks` |
+    | a saver | likewise; noted after a call, saves between iterations | `next_save`, `due_savers` |
     | any of them, at the last step | if its cadence wants that | `due_at_last_step` |
-    | the check of the step | after the first call, and after the first one of each stage | `next_check` |
+    | the check of the step | after the first call, and the first one of each stage | `next_check` |
     | the body of the loop | after each call, or at multiples of `body_interval` | `is_body_due` |
-    | the end of a call of several steps | at the next step of a hook, the body or a log line | `next_end` |
+    | the end of a call of several steps | at the next hook, body or log line | `next_end` |
 
-    After each call it compares steps and reads clocks; a hook is asked for its next step only after it was called, and
-    once more for each call of several steps, where that ends. If all processes must act together, their seconds are
-    those of process 0 (`AgreedClock`).
+    After each call it compares steps and reads clocks; a hook is asked for its next step only after
+    it was called, and once more for each call of several steps, where that ends. If all processes
+    must act together, their seconds are those of process 0 (`AgreedClock`).
 
     Args:
-        next_stage_start: `next_stage_start(step)`: the step at which the next stage begins; None if there is none.
+        next_stage_start: `next_stage_start(step)`: the step at which the next stage begins; None if
+            there is none.
         log_steps: The interval of the lines that process 0 logs: all processes end a call there.
         save_steps: The interval of the checkpoints of the run, in steps.
 
     Attributes:
         next_hook: The next step at which a hook that does not save is due.
         next_save: The next step at which a saver is due.
-        next_check: The step with which the next call begins after which the step of the state is read.
+        next_check: The step with which the next call begins after which the step of the state is
+            read.
         body_interval: The interval in steps at which the body runs; None for every call.
     """
 
@@ -171,7 +180,10 @@ class Timetable:
     # After each call.
 
     def read_clocks(self, step: int) -> None:
-        """Note what is due by seconds. Each hook is asked again at its turn, as the ones before it may take long."""
+        """Note what is due by seconds.
+
+        Each hook is asked again at its turn, as the ones before it may take long.
+        """
         for entry in self._timed:
             if entry.cadence.clock() < entry.deadline:
                 continue
@@ -181,7 +193,10 @@ class Timetable:
                 self.next_hook = step
 
     def due_hooks(self, step: int) -> Iterator[Entry]:
-        """Yield the hooks that are due, but for savers; each is asked when those before it have been called."""
+        """Yield the hooks that are due, but for savers.
+
+        Each is asked when those before it have been called.
+        """
         return (entry for entry in self._hooks if entry.is_due(step))
 
     def due_savers(self, step: int) -> Iterator[Entry]:
@@ -190,7 +205,8 @@ class Timetable:
     def may_be_due_behind(self, hook: Any, step: int) -> Iterator[Any]:
         """Yield the hooks behind this one that may be due, but for savers.
 
-        A hook with a clock counts as due: its clock can be asked only once, at its turn (`AgreedClock`).
+        A hook with a clock counts as due: its clock can be asked only once, at its turn
+        (`AgreedClock`).
         """
         is_behind = False
         for entry in self._hooks:
@@ -201,8 +217,9 @@ class Timetable:
     def acts_at(self, hook: object, step: int) -> bool:
         """Whether a built-in hook does its work at a step after which it is called.
 
-        It does not at a step that only the `next_due` of a subclass names, or that was planned before the interval of a
-        `History` was restored. A saver does: it is called at the end of an iteration in which it was due.
+        It does not at a step that only the `next_due` of a subclass names, or that was planned
+        before the interval of a `History` was restored. A saver does: it is called at the end of an
+        iteration in which it was due.
         """
         cadence = hook_cadence(hook)
         if cadence is None or cadence.secs is not None or not cadence.ends_calls:
@@ -215,7 +232,7 @@ class Timetable:
         self.next_check = NEVER if next_stage is None else next_stage
 
     def restart_computed_intervals(self, step: int) -> None:
-        """Begin the intervals of automatic saves anew: they count from the first step, which compiles."""
+        """Restart the intervals of automatic saves: from the first step, which compiles."""
         for entry in self._entries():
             if callable(entry.cadence.secs):
                 entry.reschedule(step)
@@ -230,9 +247,10 @@ class Timetable:
     # Ahead of calls.
 
     def next_end(self, hooks: Sequence[Any], step: int) -> int:
-        """Return the next step at which a call of several steps ends for one of all hooks, a line or the body.
+        """Return the next step at which a call of several steps ends.
 
-        This asks `next_due` again, as other code may have changed a hook's mind, which then only ends a call earlier.
+        It ends where one of all hooks, a log line or the body is due. This asks `next_due` again,
+        as other code may have changed a hook's mind, which then only ends a call earlier.
         """
         body = Cadence(self.body_interval)
         end = min(self._lines.next_multiple(step), body.next_multiple(step))
@@ -240,11 +258,17 @@ class Timetable:
             try:
                 _, end_of_hook = next_call(hook, step)
             except Exception as error:
-                note(error, f"jstep: in {hook_name(hook)}.next_due({step}), which says where calls end")
+                note(
+                    error,
+                    f"jstep: in {hook_name(hook)}.next_due({step}), which says where calls end",
+                )
                 raise
             end = min(end, end_of_hook)
         return end
 
     def next_planned_save(self, step: int) -> int:
-        """Return the next step at which the run saves by its interval in steps; any thread may ask this."""
+        """Return the next step at which the run saves by its interval in steps.
+
+        Any thread may ask this.
+        """
         return self._saves.next_multiple(step)

@@ -1,4 +1,4 @@
-"""Fingerprints of the state by step: the hook that logs them and compares them, and its logs, JSON lines.
+"""Fingerprints of the state by step: the hook that logs and compares them; its logs, JSON lines.
 
 A line is `{"step": N, "state": hex, "leaves": {path: hex}}`.
 """
@@ -31,7 +31,14 @@ from jstep.state.fingerprints import (
 )
 from jstep.state.train_state import TrainState
 from jstep.stores.files import is_directory
-from jstep.stores.growing_files import TAIL, LineFile, LineObject, append_to, read_log_files, read_tail
+from jstep.stores.growing_files import (
+    TAIL,
+    LineFile,
+    LineObject,
+    append_to,
+    read_log_files,
+    read_tail,
+)
 from jstep.stores.untrusted import is_step
 from jstep.stores.urls import is_url, join_path, location
 from jstep.summary.run_writer import writer_of
@@ -51,7 +58,8 @@ class Entry(NamedTuple):
 
     def line(self) -> str:
         leaves = {} if self.leaves is None else {"leaves": dict(self.leaves)}
-        return json.dumps({"step": self.step, "state": self.state, **leaves}, allow_nan=False) + "\n"
+        record = {"step": self.step, "state": self.state, **leaves}
+        return json.dumps(record, allow_nan=False) + "\n"
 
 
 class Log(NamedTuple):
@@ -68,9 +76,10 @@ class Log(NamedTuple):
     corrupted: list[str]
 
     def add(self, lines: Iterable[bytes], where: str, first: int = 0) -> None:
-        """Add the lines of the steps from `first` on; `where` is the end of the errors that name a line."""
+        """Add the lines of the steps from `first` on; errors that name a line end with `where`."""
         for number, raw in enumerate(lines, 1):
-            # Before it is decoded: a log has lines with a fingerprint of each leaf, and a restart needs the last ones.
+            # Before it is decoded: a log has lines with a fingerprint of each leaf, and a restart
+            # needs the last ones.
             match = _STEP.match(raw)
             if match is not None and int(match[1]) < first:
                 continue
@@ -81,10 +90,12 @@ class Log(NamedTuple):
             version = _later_version(raw)
             if version is not None:
                 raise ValueError(
-                    f"path={self.path!r}: must have lines of version 1, got version {version} in line {number}{where}, "
-                    "which a later jstep wrote; install that one, or give another path"
+                    f"path={self.path!r}: must have lines of version 1, got version "
+                    f"{version} in line {number}{where}, which a later jstep wrote; "
+                    "install that one, or give another path"
                 )
-            if raw.strip(b"\0\r\n ") and raw.endswith(b"\n"):  # the last line may be an interrupted write
+            if raw.strip(b"\0\r\n ") and raw.endswith(b"\n"):
+                # The last line may be an interrupted write.
                 text = format_value(raw.decode(errors="replace").strip(), 60)
                 self.corrupted.append(f"line {number}{where} is not a fingerprint: {text}")
 
@@ -113,7 +124,10 @@ def parse_lines(data: bytes) -> dict[int, Entry]:
 
 
 def _later_version(raw: bytes) -> str | None:
-    """Return the version of a line that a later jstep wrote; None for those of this one, which do not have it."""
+    """Return the version of a line that a later jstep wrote.
+
+    It is None for lines of this version, which do not have it.
+    """
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(raw)
         if isinstance(record, dict) and "version" in record:
@@ -166,9 +180,12 @@ class Difference(NamedTuple):
         if self.leaves is None:
             return "which leaves differ is not known (a log without leaves)"
         other = len(self.first_only) + len(self.second_only)
-        model = f"; {other} of them in only one of the two: fingerprints of another model" if other else ""
+        model = ""
+        if other:
+            model = f"; {other} of them in only one of the two: fingerprints of another model"
         differ = "leaf differs" if len(self.leaves) == 1 else "leaves differ"
-        return f"{len(self.leaves)} {differ}: {format_list(list(map(printable, self.leaves)), 8)}{model}"
+        leaves = format_list(list(map(printable, self.leaves)), 8)
+        return f"{len(self.leaves)} {differ}: {leaves}{model}"
 
 
 def compare_logs(first: Entry, second: Entry) -> Difference | None:
@@ -205,22 +222,25 @@ class DivergenceError(WrongStateError, RuntimeError):
 
 
 class FingerprintHook(RunHook):
-    """A hook that logs fingerprints of the state, and detects if a restarted run diverges from the earlier one.
+    """A hook that logs fingerprints of the state.
 
-    Each line, `{"step": N, "state": hex, "leaves": {path: hex}}`, describes the state after the update to step N, and
-    costs one read of the state on the device. A file above 2 GiB, in a bucket an object above 8 MiB, is kept as
-    `PATH.1`, `PATH.2`, …, and the log continues.
+    It detects if a restarted run diverges from the earlier one.
 
-    If a run repeats a step that is in the last 64 MiB of the log, the fingerprints are compared; the later line counts.
-    `jstep diff A B` compares two logs. Changes by hooks that come before this one are included.
+    Each line, `{"step": N, "state": hex, "leaves": {path: hex}}`, describes the state after the
+    update to step N, and costs one read of the state on the device. A file above 2 GiB, in a bucket
+    an object above 8 MiB, is kept as `PATH.1`, `PATH.2`, …, and the log continues.
+
+    If a run repeats a step that is in the last 64 MiB of the log, the fingerprints are compared;
+    the later line counts. `jstep diff A B` compares two logs. Changes by hooks that come before
+    this one are included.
 
     Args:
         every_n_steps: Interval in steps; due at its multiples.
-        path: The log, a file or a URL; for a directory, `fingerprints.jsonl` in it; None for the one in the logdir of
-            `train`.
+        path: The log, a file or a URL; for a directory, `fingerprints.jsonl` in it; None for the
+            one in the logdir of `train`.
         per_leaf: Whether lines include the fingerprint of each leaf.
-        on_divergence: `"log"` warns; `"raise"` ends the run, on all processes at the same step and before a checkpoint
-            of such a state is saved.
+        on_divergence: `"log"` warns; `"raise"` ends the run, on all processes at the same step and
+            before a checkpoint of such a state is saved.
 
     Raises:
         DivergenceError: From `train`, with `"raise"`.
@@ -256,8 +276,8 @@ class FingerprintHook(RunHook):
         self._path = ""
         self._file: LineFile | LineObject | None = None
         self._claim: FileClaim | None = None
-        # Step → what an earlier start has logged for it. Each entry is compared once. Only the first process has them,
-        # unless all processes have to raise.
+        # Step → what an earlier start has logged for it. Each entry is compared once. Only the
+        # first process has them, unless all processes have to raise.
         self._logged: dict[int, Entry] = {}
         self._pending = TransferQueue()
 
@@ -265,7 +285,9 @@ class FingerprintHook(RunHook):
         super().begin(state)
         self._path = self._given or os.fspath(getattr(writer_of(self._run), "logdir", ""))
         if not self._path:
-            raise ValueError("FingerprintHook has nowhere to write: pass it a path, or pass logdir to train")
+            raise ValueError(
+                "FingerprintHook has nowhere to write: pass it a path, or pass logdir to train"
+            )
         if self._given is None or self._is_directory or is_directory(self._given):
             self._path = join_path(self._path, FINGERPRINTS_FILE)
         self._pending = TransferQueue()
@@ -290,8 +312,11 @@ class FingerprintHook(RunHook):
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         result = self._fingerprints.start(state)
         entry = functools.partial(make_entry, step, result, self._per_leaf)
-        self._pending.add(step, start_transfer([words for _, words in result.groups], entry), self._finish, self)
-        # If processes must raise together, each one finishes the same steps: those before the latest.
+        self._pending.add(
+            step, start_transfer([words for _, words in result.groups], entry), self._finish, self
+        )
+        # If processes must raise together, each one finishes the same steps: those before the
+        # latest.
         if self._raises and not processes.is_single_process():
             self._pending.deliver_all(stop=step)
         else:
@@ -347,8 +372,9 @@ class FingerprintHook(RunHook):
         if difference is None:
             return
         message = (
-            f"step {step} was repeated with a different result than the one logged in {self._path} ({logged.state} "
-            f"before, {entry.state} now): {difference.text()}. Check batches, code, seeds, versions and devices."
+            f"step {step} was repeated with a different result than the one logged in {self._path} "
+            f"({logged.state} before, {entry.state} now): {difference.text()}. Check batches, "
+            "code, seeds, versions and devices."
         )
         if self._raises:
             raise DivergenceError(message, step, difference.leaves)

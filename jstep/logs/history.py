@@ -1,4 +1,4 @@
-"""A history of the metrics of a run: rows in memory, in the checkpoints or in a file, and their plots."""
+"""A history of a run's metrics: rows in memory, in checkpoints or in a file, and their plots."""
 
 import contextlib
 import functools
@@ -22,7 +22,13 @@ from jstep.hooks.run_info import RunInfo
 from jstep.logs.history_file import HistoryFile, Row, Rows, as_path, read_rows
 from jstep.logs.reporting import ReportingHook
 from jstep.metering.intervals import merge_sums
-from jstep.metering.numbers import PendingTransfer, numbers_in, read_values, sort_metrics, sorted_numbers
+from jstep.metering.numbers import (
+    PendingTransfer,
+    numbers_in,
+    read_values,
+    sort_metrics,
+    sorted_numbers,
+)
 from jstep.showing.drawing import Curve, picture
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import location
@@ -37,28 +43,31 @@ _DIGITS = 9
 
 
 class History(ReportingHook):
-    """A hook that keeps the metrics of a run, and the results of its evaluations, as rows of numbers.
+    """A hook that keeps a run's metrics, and the results of its evaluations, as rows of numbers.
 
-    A row has the metrics that log lines show: means over the steps since the last row. Rows are at the multiples of
-    last_step / 100, rounded up (of 100 if there is no last_step), and at the last step; results of evaluations, such as
-    `eval/loss`, are in the rows of their steps. A resumed run has the rows of an uninterrupted one. In a notebook, a
-    History displays a table and a plot of each metric.
+    A row has the metrics that log lines show: means over the steps since the last row. Rows are at
+    the multiples of last_step / 100, rounded up (of 100 if there is no last_step), and at the last
+    step; results of evaluations, such as `eval/loss`, are in the rows of their steps. A resumed run
+    has the rows of an uninterrupted one. In a notebook, a History displays a table and a plot of
+    each metric.
 
     Args:
-        path: A file for the rows, one line of JSON each; infinite values and NaN are strings. A run that resumes from
-            step N drops later rows; the file of another run is renamed to `PATH.1` (`PATH.2`, …). Without a path the
-            rows are in the checkpoints; without a last_step either, after 1000 rows each two are merged, and the
-            interval doubles.
+        path: A file for the rows, one line of JSON each; infinite values and NaN are strings. A run
+            that resumes from step N drops later rows; the file of another run is renamed to
+            `PATH.1` (`PATH.2`, …). Without a path the rows are in the checkpoints; without a
+            last_step either, after 1000 rows each two are merged, and the interval doubles.
         every_n_steps: Interval in steps.
-        mean: Whether rows have means over the steps since the last row, instead of the metrics of the row's own step.
+        mean: Whether rows have means over the steps since the last row, instead of the metrics of
+            the row's own step.
 
     Attributes:
         names: The names of all metrics. A metric named `step` is named `step_` in the rows.
         rows: A dict for each row, with its `step`.
 
     Raises:
-        ValueError: The path is a URL, or not a regular file. Before the first step: it has something other than the
-            rows of a History, another run is writing it, or two histories have one path.
+        ValueError: The path is a URL, or not a regular file. Before the first step: it has
+            something other than the rows of a History, another run is writing it, or two histories
+            have one path.
         OSError: The file cannot be written. The rows are kept, and are in the checkpoints.
 
     Example:
@@ -76,30 +85,39 @@ class History(ReportingHook):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] | None = None, *, every_n_steps: int | None = None, mean: bool = True
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        every_n_steps: int | None = None,
+        mean: bool = True,
     ) -> None:
         super().__init__(mean=mean)
-        self._every = None if every_n_steps is None else as_int(every_n_steps, "every_n_steps", 1, "a number of steps")
+        self._every = every_n_steps
+        if every_n_steps is not None:
+            self._every = as_int(every_n_steps, "every_n_steps", 1, "a number of steps")
         self._path = None if path is None else as_path(path)
         self._lock = threading.RLock()
         self._file: HistoryFile | None = None
-        # The rows are of the steps (_first, _last_row]. A row is in memory, and in the file unless a write failed: then
-        # all rows from `_unwritten` on are written again. Without a path, `_counts` has how many numbers each value is
-        # the mean of, for merging rows.
+        # The rows are of the steps (_first, _last_row]. A row is in memory, and in the file unless
+        # a write failed: then all rows from `_unwritten` on are written again. Without a path,
+        # `_counts` has how many numbers each value is the mean of, for merging rows.
         self._first = 0
         self._last_row = 0
         self._rows: Rows = {}
         self._unwritten = math.inf
         self._counts: Rows = {}
-        # The unfinished row: the sums over the steps (_last_row, _reached], when they were last brought to the host.
+        # The unfinished row: the sums over the steps (_last_row, _reached], when they were last
+        # brought to the host.
         self._sums: dict[str, tuple[float, float]] = {}
         self._reached = 0
-        # Without means, the metrics of the step of a checkpoint that has no row yet. If a signal ends the run there,
-        # and the next start finds no batch, that step is the last one, and its row is made of these.
+        # Without means, the metrics of the step of a checkpoint that has no row yet. If a signal
+        # ends the run there, and the next start finds no batch, that step is the last one, and its
+        # row is made of these.
         self._newest: Row = {}
         self._saved_constants = set[str]()  # metrics that did not change in the start before
         self._evaluated = set[str]()  # the names of results of evaluations
-        self._pulled: dict[str, int] = {}  # prefix of an evaluation → the step of the newest result that has a row
+        # The prefix of an evaluation → the step of the newest result that has a row.
+        self._pulled: dict[str, int] = {}
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
@@ -118,7 +136,14 @@ class History(ReportingHook):
         with self._lock:
             rows = {step: dict(row) for step, row in self._rows.items()}
             counts = dict(self._counts)
-            return {**vars(self), "_rows": rows, "_counts": counts, "_lock": None, "_file": None, "_given_run": None}
+            return {
+                **vars(self),
+                "_rows": rows,
+                "_counts": counts,
+                "_lock": None,
+                "_file": None,
+                "_given_run": None,
+            }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.RLock())
@@ -139,7 +164,8 @@ class History(ReportingHook):
         step = self._run.step
         self._pulled = {}
         # Rows of an earlier run with this object, which this one may continue.
-        self._rows = {row_step: row for row_step, row in self._rows.items() if row_step <= step} if step else {}
+        earlier = self._rows if step else {}
+        self._rows = {row_step: row for row_step, row in earlier.items() if row_step <= step}
         if not self._rows:
             self._first = step
             self._counts = {}
@@ -157,7 +183,8 @@ class History(ReportingHook):
     def _set_interval(self, step: int) -> None:
         every = self._base
         if self._path is None and self._run.last_step is None:
-            # The rows of a checkpoint are bounded: the interval doubles when MOST_ROWS of them are reached.
+            # The rows of a checkpoint are bounded: the interval doubles when MOST_ROWS of them are
+            # reached.
             while step // (2 * every) * 2 * every - self._first >= MOST_ROWS * every:
                 every *= 2
         self._interval = every
@@ -172,9 +199,12 @@ class History(ReportingHook):
             self._run.step,
             resumes=self._run.origin.kind is Kind.RESUMED,
         )
-        # Rows that are not in the file could not be written, as on a full disk, and are in the checkpoint.
+        # Rows that are not in the file could not be written, as on a full disk, and are in the
+        # checkpoint.
         self._rows = dict(sorted((self._rows | self._file.rows).items()))
-        self._unwritten = min((step for step in self._rows if step not in self._file.rows), default=math.inf)
+        self._unwritten = min(
+            (step for step in self._rows if step not in self._file.rows), default=math.inf
+        )
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         self._pull()
@@ -183,12 +213,16 @@ class History(ReportingHook):
         earlier_interval = self._interval
         self._set_interval(step)
         if self._interval > self._base:
-            # The rows of the last two intervals are merged at each row, all of them when the interval has doubled.
+            # The rows of the last two intervals are merged at each row, all of them when the
+            # interval has doubled.
             first = step - 2 * self._interval
             if self._interval > earlier_interval:
                 first = self._first
                 if processes.is_process_0():
-                    text = "History: from step %d on, a row is kept every %d steps; earlier ones are merged (see path)"
+                    text = (
+                        "History: from step %d on, a row is kept every %d steps; earlier ones "
+                        "are merged (see path)"
+                    )
                     logger.info(text, step, self._interval)
             # In the queue of rows, as some of these may still be in transfer.
             merge = functools.partial(self._merge, first, self._interval)
@@ -198,8 +232,8 @@ class History(ReportingHook):
     def _make_last_row(self, step: int, state: TrainState, metrics: Metrics | None) -> None:
         if step == self._last_row:
             return
-        # Without metrics, this start took no step: an earlier one was killed or interrupted before its end, in the
-        # middle of a row.
+        # Without metrics, this start took no step: an earlier one was killed or interrupted before
+        # its end, in the middle of a row.
         self._when_due(step, state, self._newest if metrics is None else metrics)
 
     def end(self, step: int, state: TrainState) -> None:
@@ -214,7 +248,7 @@ class History(ReportingHook):
                 self._write()
 
     def _merge(self, first: int, every: int, step: int, _: None) -> None:
-        """Merge the rows of each interval of `every` steps after `first` that has ended before a step."""
+        """Merge rows of each interval of `every` steps after `first` that ended before `step`."""
         with self._lock:
             rows: Rows = {}
             intervals: dict[int, Rows] = {}  # by their last step
@@ -230,18 +264,26 @@ class History(ReportingHook):
             self._rows = rows
 
     def _merge_interval(self, rows: Rows) -> Rows:
-        """Return one row with the means of all, at the last step; a result of an evaluation stays at its own."""
+        """Return one row with the means of all, at the last step.
+
+        The result of an evaluation stays at its own step.
+        """
         last_steps = {name: step for step, row in rows.items() for name in row}
         end = max(rows)
         sums: dict[str, tuple[float, float]] = {}
         merged: Rows = {}
         for step, row in rows.items():
-            merged[step] = {name: row[name] for name in row if name in self._evaluated and last_steps[name] == step}
+            merged[step] = {
+                name: row[name]
+                for name in row
+                if name in self._evaluated and last_steps[name] == step
+            }
             counts = self._counts.pop(step, {})
             for name, value in row.items():
                 if name in counts:
                     count = counts[name]
-                    sums = merge_sums(sums, {name: (value * count if count else 0.0, count)})  # not NaN · 0
+                    # Without examples, 0 and not NaN · 0.
+                    sums = merge_sums(sums, {name: (value * count if count else 0.0, count)})
                 elif step == end:
                     merged[end].setdefault(name, value)
         self._counts[end] = {name: count for name, (_, count) in sums.items()}
@@ -290,13 +332,17 @@ class History(ReportingHook):
             self._set_interval(self._run.step)
 
     def _newest_metrics(self) -> Row:
-        """Return the metrics of the current step, if they have no row yet; with means, the sums have them."""
+        """Return the metrics of the current step, if they have no row yet.
+
+        With means, the sums have them.
+        """
         metrics = self._run.metrics
         if self._mean or self._last_row == self._run.step:
             return {}
         if metrics is None:
             return self._newest
-        if trees.is_donated(metrics):  # by a hook or a body that replaced the state, an array of which is a metric
+        if trees.is_donated(metrics):
+            # Donated by a hook or a body that replaced the state, an array of which is a metric.
             return {}
         return read_values(sorted_numbers(metrics, self._constants()))
 
@@ -313,8 +359,11 @@ class History(ReportingHook):
         with self._lock:
             try:
                 self._write()
-            except OSError as error:  # the run ends with it, or with another error that this one must not replace
-                logger.warning("%s; the rows from step %d on are only in memory", error, self._unwritten)
+            except OSError as error:
+                # The run ends with it, or with another error that this one must not replace.
+                logger.warning(
+                    "%s; the rows from step %d on are only in memory", error, self._unwritten
+                )
             file = self._file
             self._file = None
             if file is not None:
@@ -331,7 +380,10 @@ class History(ReportingHook):
         return super()._numbers(metrics, {*leave_out, *self._constants()})
 
     def _constants(self) -> Collection[str]:
-        """Return the names of the metrics that never change; a start without a step has those of an earlier one."""
+        """Return the names of the metrics that never change.
+
+        A start without a step has those of an earlier one.
+        """
         return self._run.components.constant_metrics().keys() or self._saved_constants
 
     def _means(self, leave_out: Collection[str]) -> PendingTransfer:
@@ -362,11 +414,15 @@ class History(ReportingHook):
                 for name, number in read_values(numbers_in(hook.results[step])).items():
                     row[f"{hook.prefix}/{name}"] = number
                 self._evaluated |= row.keys()
-                if not row.items() <= self._rows.get(step, {}).items():  # not of an earlier start, which has written it
+                if not row.items() <= self._rows.get(step, {}).items():
+                    # It is not a row of an earlier start, which has written it.
                     self._put(step, row)
 
     def _new_steps(self, hook: Any) -> list[int]:
-        """Return the steps of an evaluation whose results have no row yet; a run may have thousands that do."""
+        """Return the steps of an evaluation whose results have no row yet.
+
+        A run may have thousands that do.
+        """
         pulled = self._pulled.get(hook.prefix, -1)
         new: list[int] = []
         for step in reversed(hook.results):
@@ -408,7 +464,9 @@ class History(ReportingHook):
         with self._lock:
             pairs = [(step, row[name]) for step, row in self._rows.items() if name in row]
         if not pairs:
-            raise KeyError(f"{name!r}: the history has {', '.join(map(repr, self.names)) or 'no rows'}")
+            raise KeyError(
+                f"{name!r}: the history has {', '.join(map(repr, self.names)) or 'no rows'}"
+            )
         return np.array([step for step, _ in pairs]), np.array([value for _, value in pairs], float)
 
     def to_pandas(self) -> Any:
@@ -425,7 +483,8 @@ class History(ReportingHook):
         """The plots of all metrics, as HTML."""
         parts = list[str]()
         pictures: dict[str, list[str]] = {}
-        for name in self.names:  # results of evaluations, such as `eval/loss`, are beside their metric
+        for name in self.names:
+            # Results of evaluations, such as `eval/loss`, are beside their metric.
             metric = name.partition("/")[2]
             pictures.setdefault(metric if metric in self.names else name, []).append(name)
         for title, names in pictures.items():
@@ -467,10 +526,14 @@ register_format(
 
 
 def check_paths(hooks: Sequence[object]) -> None:
-    paths = Counter(os.path.realpath(hook._path) for hook in hooks if isinstance(hook, History) and hook._path)
+    paths = Counter(
+        os.path.realpath(hook._path) for hook in hooks if isinstance(hook, History) and hook._path
+    )
     for path, count in paths.items():
         if count > 1:
-            raise ValueError(f"hooks: {count} of them are a History with path={path!r}; give each its own path")
+            raise ValueError(
+                f"hooks: {count} of them are a History with path={path!r}; give each its own path"
+            )
 
 
 def _key(name: str) -> str:
@@ -498,13 +561,16 @@ def _mean(total: float, count: float) -> float:
 
 
 def _columns(rows: Rows) -> dict[str, Any]:
-    """Return rows as columns: for each metric, the numbers of the rows that have it, and its values."""
+    """Return rows as columns: for each metric, the numbers of rows that have it, and its values."""
     names = dict.fromkeys(name for row in rows.values() for name in row)
     columns = {}
     for name in names:
         numbers = [i for i, row in enumerate(rows.values()) if name in row]
         values = [row[name] for row in rows.values() if name in row]
-        columns[name] = {"rows": np.array(numbers, np.int64), "values": np.array(values, np.float64)}
+        columns[name] = {
+            "rows": np.array(numbers, np.int64),
+            "values": np.array(values, np.float64),
+        }
     return {"steps": np.array(list(rows), np.int64), "columns": columns}
 
 

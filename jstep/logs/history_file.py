@@ -24,14 +24,21 @@ _MAX_BYTES = 2**31
 
 def as_path(path: Any) -> str:
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path={format_value(path)}: must be the path of a file, got {describe_type(path)}")
+        raise TypeError(
+            f"path={format_value(path)}: must be the path of a file, got {describe_type(path)}"
+        )
     name = os.fspath(path)
     if is_url(name):
-        raise ValueError(f"path={name!r}: must be a local file, which grows by lines; objects of a store cannot")
+        raise ValueError(
+            f"path={name!r}: must be a local file, which grows by lines; objects of a store cannot"
+        )
     name = location(name, "path") if name else name  # resolves `~`, as for a directory of a run
     is_regular = not os.path.lexists(name) or stat.S_ISREG(os.lstat(name).st_mode)
     if not os.path.basename(name) or not is_regular:  # nothing is written through a link
-        raise ValueError(f"path={name!r}: must be a regular file, got a directory, link or device; give another path")
+        raise ValueError(
+            f"path={name!r}: must be a regular file, got a directory, link or device; "
+            "give another path"
+        )
     return os.path.abspath(name)
 
 
@@ -39,7 +46,8 @@ def read_rows(path: str) -> Rows:
     """Return the rows of a file, without a torn last line.
 
     Raises:
-        ValueError: A line is not a row of a History, or its step is not later than the step of the line before.
+        ValueError: A line is not a row of a History, or its step is not later than the step of the
+            line before.
     """
     rows: Rows = {}
     lines, last = split_lines(files.read_small(path, _MAX_BYTES))
@@ -48,23 +56,25 @@ def read_rows(path: str) -> Rows:
         version = _version(line)
         if version is not None:
             raise ValueError(
-                f"path={path!r}: must have rows of version 1, got version {version:.20} in line {number}, which a "
-                "later jstep wrote; install that one, or give another path"
+                f"path={path!r}: must have rows of version 1, got version {version:.20} in line "
+                f"{number}, which a later jstep wrote; install that one, or give another path"
             )
         parsed = _parse(line)
         if parsed is None or parsed.step <= next(reversed(rows), -1):
             raise ValueError(
-                f"path={path!r}: must be a new file or one that a History wrote, got line {number}, which is not a row "
-                "of a History; move the file away, or give another path"
+                f"path={path!r}: must be a new file or one that a History "
+                f"wrote, got line {number}, which is not a row of a History; "
+                "move the file away, or give another path"
             )
         rows[parsed.step] = parsed.row
     return rows
 
 
 def _version(line: bytes) -> str | None:
-    """Return the version of a row that a later jstep wrote; None for rows of this one, which have no version.
+    """Return the version of a row that a later jstep wrote.
 
-    It is text, and not a number, because a metric may have the name `version`.
+    It is None for rows of this one, which have no version. It is text, and not a number, because a
+    metric may have the name `version`.
     """
     with contextlib.suppress(ValueError, RecursionError):
         row = json.loads(line)
@@ -122,10 +132,13 @@ class HistoryFile:
         self._lines = LineFile(path)
         if found and not resumes:
             moved = self._lines.set_aside()
-            logger.warning("%s: has rows of another run, or of an earlier start; it is now %s", path, moved)
+            logger.warning(
+                "%s: has rows of another run, or of an earlier start; it is now %s", path, moved
+            )
             found = {}
         self.rows: Rows = {}
-        # Step → the size of the file after its row, in the order of steps. By it the file is cut before a row.
+        # Step → the size of the file after its row, in the order of steps. By it the file is cut
+        # before a row.
         self._sizes: dict[int, int] = {}
         for row_step, row in found.items():
             if row_step <= step:
@@ -153,7 +166,9 @@ class HistoryFile:
             self._lines.truncate(self._size)
             self._lines.write(b"".join(lines))
         except OSError as error:
-            raise OSError(error.errno, f"rows of a History cannot be written: {error.strerror}", self._path) from error
+            raise OSError(
+                error.errno, f"rows of a History cannot be written: {error.strerror}", self._path
+            ) from error
         for step, line in zip(new_steps, lines, strict=True):
             self._sizes[step] = self._size + len(line)
 

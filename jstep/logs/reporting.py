@@ -32,14 +32,15 @@ NO_METRICS: Metrics = {}
 class ReportingHook(RunHook):
     """Base class of hooks that report scalar metrics. A subclass defines `deliver`.
 
-    `deliver` gets the values of a step once they have arrived from the device: in the order of the steps, before the
-    results of a later evaluation, before a checkpoint is saved, and before `train` returns or raises. The last step is
-    always reported.
+    `deliver` gets the values of a step once they have arrived from the device: in the order of the
+    steps, before the results of a later evaluation, before a checkpoint is saved, and before
+    `train` returns or raises. The last step is always reported.
 
     Args:
         every_n_steps: Interval in steps; due at its multiples.
         every_n_secs: Interval in seconds. If both are given, whichever comes first.
-        mean: Whether to deliver means over the steps since the last delivery, in place of the values of the step.
+        mean: Whether to deliver means over the steps since the last delivery, in place of the
+            values of the step.
         leave_out: A function without arguments that returns names of metrics to omit.
         clock: Returns seconds; replaced in tests.
 
@@ -92,7 +93,10 @@ class ReportingHook(RunHook):
         self._run.transfers.deliver_all()
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
-        """Report the values of a step: name → number, `loss` first, then learning rates, then the others by name."""
+        """Report the values of a step: name → number.
+
+        `loss` comes first, then learning rates, then the others by name.
+        """
         raise NotImplementedError(f"{type(self).__name__} defines no deliver(step, values)")
 
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> numbers.PendingTransfer:
@@ -108,7 +112,9 @@ class ReportingHook(RunHook):
             return {name: row[name] for name in numbers.sort_metrics(row, ())}
 
         numbers.start_copies(values.values())
-        return numbers.PendingTransfer(lambda: means.is_ready() and numbers.is_ready(values.values()), read)
+        return numbers.PendingTransfer(
+            lambda: means.is_ready() and numbers.is_ready(values.values()), read
+        )
 
     def _means(self, leave_out: Collection[str]) -> numbers.PendingTransfer:
         interval = self._run.sums.take(self._number)
@@ -120,10 +126,13 @@ class ReportingHook(RunHook):
 
 
 class LoggingHook(ReportingHook):
-    """A hook that logs scalar metrics: `step 1200  loss 0.1234  learning_rate 0.001  (812 steps/s)`.
+    """A hook that logs scalar metrics.
 
-    If the peak of the device is known, the utilization follows the rate (see `StepCounterHook`): `(812 steps/s, mfu
-    0.412)`. The last step is always logged. On several processes, only the first one logs.
+    A line reads `step 1200  loss 0.1234  learning_rate 0.001  (812 steps/s)`.
+
+    If the peak of the device is known, the utilization follows the rate (see `StepCounterHook`):
+    `(812 steps/s, mfu 0.412)`. The last step is always logged. On several processes, only the first
+    one logs.
 
     Args:
         level: The level of the log lines.
@@ -147,20 +156,33 @@ class LoggingHook(ReportingHook):
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(
-            every_n_steps=every_n_steps, every_n_secs=every_n_secs, mean=mean, leave_out=leave_out, clock=clock
+            every_n_steps=every_n_steps,
+            every_n_secs=every_n_secs,
+            mean=mean,
+            leave_out=leave_out,
+            clock=clock,
         )
         self._level = as_level(level)
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
         if processes.is_process_0():
-            logger.log(self._level, "step %d  %s%s", step, numbers.format_numbers(values), self._speed(), extra=IN_BAR)
+            logger.log(
+                self._level,
+                "step %d  %s%s",
+                step,
+                numbers.format_numbers(values),
+                self._speed(),
+                extra=IN_BAR,
+            )
 
     def _speed(self) -> str:
         counter = self._run.shared[StepCounterHook]
         measure_finished(counter)
         if counter.steps_per_sec is None:
             return ""
-        figures = [] if counter.examples_per_sec is None else [f"{counter.examples_per_sec:.4g} examples/s"]
+        figures: list[str] = []
+        if counter.examples_per_sec is not None:
+            figures.append(f"{counter.examples_per_sec:.4g} examples/s")
         figures += [f"{counter.steps_per_sec:.4g} steps/s", *format_utilization(counter)]
         return f"  ({', '.join(figures)})"
 
@@ -169,21 +191,24 @@ class LoggingHook(ReportingHook):
 
 
 class MetricsHook(ReportingHook):
-    """A hook that passes scalar metrics to a function, such as a logger of W&B or MLflow, or a writer of JSON lines.
+    """A hook that passes scalar metrics to a function.
 
-    Rows are passed as `ReportingHook` says. On several processes, only the first one writes. Metrics that are arrays
+    The function may be a logger of W&B or MLflow, or a writer of JSON lines. Rows are passed as
+    `ReportingHook` says. On several processes, only the first one writes. Metrics that are arrays
     are omitted. Hyperparameters that never change are not in the rows but in `constants`.
 
     Args:
-        write: `write(step, values)`, where values is a dict of floats, those of float32 with its own digits. If it
-            raises, the run stops with that exception and a note that names the step.
+        write: `write(step, values)`, where values is a dict of floats, those of float32 with its
+            own digits. If it raises, the run stops with that exception and a note that names the
+            step.
         every_n_steps: Interval in steps; due at its multiples.
-        mean: Whether to pass means over the steps since the last row. A value that is not finite is ignored if the
-            update of its step was skipped. A restart divides an interval into two rows.
+        mean: Whether to pass means over the steps since the last row. A value that is not finite is
+            ignored if the update of its step was skipped. A restart divides an interval into two
+            rows.
 
     Attributes:
-        constants: Name → value of the hyperparameters that never change, from the first row on; for a config,
-            as in `wandb.config.update(hook.constants)`.
+        constants: Name → value of the hyperparameters that never change, from the first row on; for
+            a config, as in `wandb.config.update(hook.constants)`.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -191,14 +216,20 @@ class MetricsHook(ReportingHook):
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
         >>> rows = []
-        >>> hook = jstep.MetricsHook(lambda step, values: rows.append((step, values["loss"])), every_n_steps=2)
+        >>> hook = jstep.MetricsHook(
+        ...     lambda step, values: rows.append((step, values["loss"])), every_n_steps=2
+        ... )
         >>> state = jstep.train(train_step, state, lambda n: jnp.float32(n), 3, hooks=[hook])
         >>> rows
         [(2, 1.0), (3, 1.0)]
     """
 
     def __init__(
-        self, write: Callable[[int, dict[str, float]], object], *, every_n_steps: int = 100, mean: bool = False
+        self,
+        write: Callable[[int, dict[str, float]], object],
+        *,
+        every_n_steps: int = 100,
+        mean: bool = False,
     ) -> None:
         self._write = as_function(write, "write", "(step, values)")
         self._named: set[str] = set()  # the metrics that a line has named as left out
@@ -217,20 +248,29 @@ class MetricsHook(ReportingHook):
         last_step = math.inf if self._run.last_step is None else self._run.last_step
         row = min(self._cadence.next_multiple(restored), last_step)
         if not self._cadence.has_multiple(restored) and row > restored:
-            logger.info("MetricsHook: row %d is the mean of steps %d to %d, as the run resumes", row, restored + 1, row)
+            logger.info(
+                "MetricsHook: row %d is the mean of steps %d to %d, as the run resumes",
+                row,
+                restored + 1,
+                row,
+            )
 
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> numbers.PendingTransfer:
         names = sorted({*numbers.names_of_arrays(metrics)} - self._named)
         self._named.update(names)
         if names and processes.is_process_0():
             logger.info(
-                "MetricsHook leaves out the metrics %s: they are not real numbers. Also return their means or "
-                "norms, or handle them in a custom hook (jstep.every).",
+                "MetricsHook leaves out the metrics %s: they are not real numbers. Also return "
+                "their means or norms, or handle them in a custom hook (jstep.every).",
                 ", ".join(map(repr, names)),
             )
         constant_metrics = self._run.components.constant_metrics()
-        constants = {name: value for name, value in constant_metrics.items() if numbers.is_number(value)}
-        self.constants = {name: shortest_digits(value) for name, value in numbers.read_values(constants).items()}
+        constants = {
+            name: value for name, value in constant_metrics.items() if numbers.is_number(value)
+        }
+        self.constants = {
+            name: shortest_digits(value) for name, value in numbers.read_values(constants).items()
+        }
         return super()._numbers(metrics, {*leave_out, *constants})
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
@@ -247,15 +287,18 @@ class MetricsHook(ReportingHook):
 
 
 class SummarySaverHook(ReportingHook):
-    """A hook that writes summaries: scalar metrics, summaries among the metrics, optionally histograms of the state.
+    """A hook that writes summaries.
+
+    These are scalar metrics, summaries among the metrics, and optionally histograms of the state.
 
     Args:
-        summary_writer: Any object with `add_summary(summary, global_step)`. None for the one that `train` opens in its
-            `logdir`; the hook then replaces the built-in one.
-        save_steps: Interval in steps; due at its multiples. Unlike `LoggingHook`, it adds no summary at the last step.
+        summary_writer: Any object with `add_summary(summary, global_step)`. None for the one that
+            `train` opens in its `logdir`; the hook then replaces the built-in one.
+        save_steps: Interval in steps; due at its multiples. Unlike `LoggingHook`, it adds no
+            summary at the last step.
         save_secs: Interval in seconds; whichever comes first.
-        histograms: Globs of the leaves to write histograms of: parameters (`"params/*"`, `"params/dense/*"`) and slots
-            (`"slots/m/*"`); a string or several.
+        histograms: Globs of the leaves to write histograms of: parameters (`"params/*"`,
+            `"params/dense/*"`) and slots (`"slots/m/*"`); a string or several.
         leave_out: As in `ReportingHook`. Summaries among the metrics always describe the step.
         mean: As in `ReportingHook`.
         clock: As in `ReportingHook`.
@@ -266,7 +309,9 @@ class SummarySaverHook(ReportingHook):
     Source: `tf.train.SummarySaverHook`.
     """
 
-    _instead = "call add_summary(jstep.summary.scalar(name, value), step) of a jstep.summary.SummaryWriter"
+    _instead = (
+        "call add_summary(jstep.summary.scalar(name, value), step) of a jstep.summary.SummaryWriter"
+    )
 
     def __init__(
         self,
@@ -282,7 +327,10 @@ class SummarySaverHook(ReportingHook):
         super().__init__(mean=mean, leave_out=leave_out)
         # The state is sharded over all processes, so all of them compute histograms.
         self._cadence = make_cadence(
-            steps=("save_steps", save_steps), secs=("save_secs", save_secs), clock=clock, together=True
+            steps=("save_steps", save_steps),
+            secs=("save_secs", save_secs),
+            clock=clock,
+            together=True,
         )
         self._given_writer = as_writer(summary_writer)
         self._histograms = _globs(histograms)
@@ -294,7 +342,10 @@ class SummarySaverHook(ReportingHook):
     def begin(self, state: TrainState) -> None:
         super().begin(state)
         if self._writer is None:
-            raise ValueError("SummarySaverHook has nowhere to write: pass it a summary_writer, or pass logdir to train")
+            raise ValueError(
+                "SummarySaverHook has nowhere to write: pass it a summary_writer, or "
+                "pass logdir to train"
+            )
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         leave_out = {*self._leave_out()}
@@ -302,7 +353,8 @@ class SummarySaverHook(ReportingHook):
             leave_out.update(self._run.components.constant_metrics())
         if self._mean or self._run.sums.has_ratios:
             self._run.transfers.add(step, self._means(leave_out), self.deliver, self)
-        self.deliver(step, {} if self._mean else numbers.sorted_numbers(metrics, leave_out), metrics)
+        values = {} if self._mean else numbers.sorted_numbers(metrics, leave_out)
+        self.deliver(step, values, metrics)
         if self._histograms:
             self._writer.add_summary(summarize_histograms(state, self._histograms), step)
         self._run.transfers.deliver_ready()
@@ -320,7 +372,7 @@ class SummarySaverHook(ReportingHook):
 
 
 def uses_writer_of_run(hook: SummarySaverHook) -> bool:
-    """Whether it writes to the event file of the run, in place of the hook that a run has for that."""
+    """Whether it writes to the run's event file, in place of the run's own hook for that."""
     return hook._given_writer is None
 
 
@@ -333,16 +385,21 @@ def summarize_histograms(state: TrainState, globs: Sequence[str]) -> Any:
     for glob in globs:
         matching = {path: leaf for path, leaf in leaves.items() if fnmatch.fnmatchcase(path, glob)}
         if not matching:
-            raise ValueError(f"histograms: {glob!r} matches nothing; parameters are 'params/…', slots 'slots/name/…'")
+            raise ValueError(
+                f"histograms: {glob!r} matches nothing; parameters are 'params/…', "
+                "slots 'slots/name/…'"
+            )
         chosen |= matching
-    return summary.merge([summary.histogram(path, leaf, collections=()) for path, leaf in chosen.items()])
+    return summary.merge(
+        [summary.histogram(path, leaf, collections=()) for path, leaf in chosen.items()]
+    )
 
 
 def _globs(histograms: Any) -> tuple[str, ...]:
     globs = (histograms,) if isinstance(histograms, str) else histograms
     if not isinstance(globs, Iterable) or not all(isinstance(glob, str) for glob in globs):
         raise TypeError(
-            f"histograms={format_value(histograms)}: must be globs of paths, such as 'params/*', got "
-            f"{describe_type(histograms)}"
+            f"histograms={format_value(histograms)}: must be globs of paths, such as 'params/*', "
+            f"got {describe_type(histograms)}"
         )
     return tuple(globs)

@@ -19,7 +19,10 @@ TAG = "global_step/sec"
 
 
 class MeterMaker(NamedTuple):
-    """What makes a meter of the utilization, of a state, `peak_flops` and `flops_per_step`; None if it is unknown."""
+    """What makes a meter of the utilization, of a state, `peak_flops` and `flops_per_step`.
+
+    It makes None if the utilization is unknown.
+    """
 
     make: Callable[[TrainState, float | None, float | None], Any]
 
@@ -40,37 +43,40 @@ class _Count(NamedTuple):
 
 
 class StepCounterHook(RunHook):
-    """A hook that measures `global_step/sec` and FLOP/s utilization, counting steps that the device has finished.
+    """A hook that measures `global_step/sec` and FLOP/s utilization.
 
-    A measurement is the mean over an interval, or over several if the device was behind. The first one begins after the
-    first step, which excludes compilation.
+    It counts steps that the device has finished. A measurement is the mean over an interval, or
+    over several if the device was behind. The first one begins after the first step, which excludes
+    compilation.
 
     If the peak of the device is known, the hook also measures the model FLOP/s utilization:
 
         mfu = operations of a step · steps per second / (peak of a device · number of devices)
 
-    The operations are those of `jstep.cost`; a Pallas kernel counts by its `cost_estimate`. The name is `hfu` (hardware
-    FLOP/s utilization) for a step that recomputes (`jax.checkpoint`). The peak is the dense peak for the formats of the
-    step's matrix products: float32 means TF32 on an A100 and bfloat16 on a TPU, unless their `precision` is set. For
-    devices other than TPUs v2 to tpu7x and NVIDIA's data-center GPUs from V100 to GB200, and for a step that is not
-    compiled, nothing is shown unless `peak_flops` and `flops_per_step` are given.
+    The operations are those of `jstep.cost`; a Pallas kernel counts by its `cost_estimate`. The
+    name is `hfu` (hardware FLOP/s utilization) for a step that recomputes (`jax.checkpoint`). The
+    peak is the dense peak for the formats of the step's matrix products: float32 means TF32 on an
+    A100 and bfloat16 on a TPU, unless their `precision` is set. For devices other than TPUs v2 to
+    tpu7x and NVIDIA's data-center GPUs from V100 to GB200, and for a step that is not compiled,
+    nothing is shown unless `peak_flops` and `flops_per_step` are given.
 
     Args:
         every_n_steps: Interval in steps.
         every_n_secs: Interval in seconds. If both are given, whichever comes first.
-        summary_writer: Any object with `add_summary(summary, global_step)`, for the scalar `global_step/sec`; None for
-            the writer of `train`'s `logdir`.
+        summary_writer: Any object with `add_summary(summary, global_step)`, for the scalar
+            `global_step/sec`; None for the writer of `train`'s `logdir`.
         peak_flops: Peak operations per second of one device; None to look it up in the table.
-        flops_per_step: Operations of a whole step over all devices, such as 6 · parameters · tokens; None to count
-            them. If given, the name is always `mfu`.
-        examples: The number of examples in a batch: a number, or `examples(*args) -> int` of the shapes of the step's
-            arguments, such as `lambda x, y: x.shape[0] * x.shape[1]` for batches of shape `[workers, rows, ...]`. None
-            if it is the leading axis of each array.
+        flops_per_step: Operations of a whole step over all devices, such as 6 · parameters ·
+            tokens; None to count them. If given, the name is always `mfu`.
+        examples: The number of examples in a batch: a number, or `examples(*args) -> int` of the
+            shapes of the step's arguments, such as `lambda x, y: x.shape[0] * x.shape[1]` for
+            batches of shape `[workers, rows, ...]`. None if it is the leading axis of each array.
         clock: Returns seconds; replaced in tests.
 
     Attributes:
         steps_per_sec: The latest rate in steps per second; None before the first measurement.
-        examples_per_sec: The latest rate in examples per second; None if the size of a batch is unknown.
+        examples_per_sec: The latest rate in examples per second; None if the size of a batch is
+            unknown.
         mfu: The latest utilization, a fraction; None if it is unknown, or reported as `hfu`.
         hfu: The latest utilization of a step that recomputes; None otherwise.
 
@@ -82,7 +88,9 @@ class StepCounterHook(RunHook):
         >>> counter = jstep.StepCounterHook(every_n_steps=2, peak_flops=50e9)
         >>> optimizer = jstep.gradient_descent(0.1)
         >>> state = jstep.TrainState.create({"w": jnp.ones((8, 8))}, optimizer)
-        >>> train_step = jstep.minimize(lambda params, x: jnp.mean((x @ params["w"]) ** 2), optimizer)
+        >>> train_step = jstep.minimize(
+        ...     lambda params, x: jnp.mean((x @ params["w"]) ** 2), optimizer
+        ... )
         >>> state = jstep.train(train_step, state, [jnp.ones((4, 8))] * 6, 6, hooks=[counter])
         >>> counter.mfu > 0
         True
@@ -111,14 +119,17 @@ class StepCounterHook(RunHook):
         self._given_writer = as_writer(summary_writer)
         self._clock = clock
         self._peak = _positive(peak_flops, "peak_flops", "operations per second of one device")
-        self._flops = _positive(flops_per_step, "flops_per_step", "operations of a step, all devices together")
+        self._flops = _positive(
+            flops_per_step, "flops_per_step", "operations of a step, all devices together"
+        )
         self._examples = _check_examples(examples)
         self._meter: Any = None
         self._reset()
 
     def _reset(self) -> None:
         self._first: _Count | None = None  # the beginning of the interval that is measured next
-        # Ends of intervals that the device has not reached, and the latest time at which we saw that.
+        # Ends of intervals that the device has not reached, and the latest time at which we saw
+        # that.
         self._unfinished: deque[_Count] = deque()
         self._unfinished_at = 0.0
         self.steps_per_sec: float | None = None
@@ -151,7 +162,8 @@ class StepCounterHook(RunHook):
         return self._share("hfu")
 
     def _share(self, name: str) -> float | None:
-        share = self._utilization  # once: the record reads it in another thread than the one that measures it
+        # Read once: the record reads it in another thread than the one that measures it.
+        share = self._utilization
         if share is None or share.name != name:
             return None
         return float(share.value)
@@ -180,7 +192,7 @@ class StepCounterHook(RunHook):
             self._run.poll(self, self._measure_finished)
 
     def _measure_finished(self, *, wait: bool = False) -> bool:
-        """Complete the measurements whose steps the device has finished; return whether others remain."""
+        """Complete measurements whose steps the device finished; return whether others remain."""
         flight = self._run.in_flight
         if wait:
             for count in tuple(self._unfinished):
@@ -245,7 +257,9 @@ def _check_examples(examples: Any) -> int | Callable[..., int] | None:
     if examples is None:
         return None
     if callable(examples):
-        return as_function(examples, "examples", "(*args) -> int, of the shapes of the step's arguments")
+        return as_function(
+            examples, "examples", "(*args) -> int, of the shapes of the step's arguments"
+        )
     return as_int(examples, "examples", 1, "the number of examples in a batch")
 
 

@@ -1,4 +1,4 @@
-"""What do the files of a run show? JAX is imported only for what needs it: arrays, positions and fingerprints.
+"""What do the files of a run show? JAX is imported only for arrays, positions and fingerprints.
 
 - `cli`: the command line.
 - `runs`: the runs below directories, as a tree.

@@ -1,4 +1,4 @@
-"""The numbers in NumPy arrays, without importing JAX: their range, their norm, and how two arrays differ."""
+"""The numbers in NumPy arrays, without importing JAX: range, norm, and how two arrays differ."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -71,7 +71,8 @@ def array_range(array: np.ndarray[Any, Any]) -> Range:
 
 def norm(array: np.ndarray[Any, Any]) -> float:
     """Return the Euclidean norm of the finite numbers in an array."""
-    magnitudes = np.abs(array if array.dtype.kind == "c" else array.astype(np.float64)).astype(np.float64)
+    numbers = array if array.dtype.kind == "c" else array.astype(np.float64)
+    magnitudes = np.abs(numbers).astype(np.float64)
     finite = magnitudes[np.isfinite(magnitudes)]
     largest = float(finite.max(initial=0.0))
     if not largest:
@@ -86,7 +87,8 @@ def norm(array: np.ndarray[Any, Any]) -> float:
 class LeafDifference(NamedTuple):
     """The difference of a leaf; `why` is its kind, such as "dtype" or "only in A".
 
-    `max_abs` and `max_ulps` are the largest differences of two finite numbers; `norms` are those of both arrays.
+    `max_abs` and `max_ulps` are the largest differences of two finite numbers; `norms` are those of
+    both arrays.
     """
 
     path: str
@@ -99,7 +101,9 @@ class LeafDifference(NamedTuple):
     norms: tuple[float, float] | None = None
 
 
-def array_difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> LeafDifference | None:
+def array_difference(
+    path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]
+) -> LeafDifference | None:
     """Return the difference of two arrays of one dtype; None if they are bitwise identical."""
     if a.shape != b.shape:
         return LeafDifference(path, "shape", f"{list(a.shape)} in A, {list(b.shape)} in B")
@@ -138,11 +142,14 @@ def array_difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]
 
 
 def _bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(array.size, array.dtype.itemsize)
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat.view(np.uint8).reshape(array.size, array.dtype.itemsize)
 
 
-def _largest_differences(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float | None, int | None]:
-    """The largest absolute difference of finite numbers, and the largest in units in the last place."""
+def _largest_differences(
+    a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]
+) -> tuple[float | None, int | None]:
+    """The largest difference of finite numbers, absolute and in units in the last place."""
     if np.iscomplexobj(a):
         return _largest_differences(a.view(a.real.dtype), b.view(b.real.dtype))
     if a.dtype == np.bool_:
@@ -161,14 +168,14 @@ def _largest_differences(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tu
 
 
 def _largest_gap(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
-    """The largest difference of integers, computed in uint64 because that of two int64 may overflow int64."""
+    """The largest difference of integers, in uint64, as that of two int64 may overflow int64."""
     larger = np.maximum(a, b)
     smaller = np.minimum(a, b)
     return int((larger.astype(np.uint64) - smaller.astype(np.uint64)).max())
 
 
 def _float_ranks(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Map floats to integers of the same order, such that neighbors differ by 1; 0.0 and −0.0 are equal."""
+    """Map floats to integers of the same order; neighbors differ by 1, and 0.0 equals −0.0."""
     bits = np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").astype(np.int64)
     dtype_info = ml_dtypes.finfo(x.dtype)  # type: ignore[no-untyped-call]
     if float(dtype_info.min) > 0:

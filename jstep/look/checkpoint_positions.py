@@ -1,6 +1,7 @@
-"""The positions in a checkpoint: of data loaders, and of the objects of `from_loop`, by name, with their numbers.
+"""The positions in a checkpoint, of data loaders and `from_loop` objects, by name, with numbers.
 
-They are shown from the JSON that they are saved as: nothing is executed, and no class of the program is needed.
+They are shown from the JSON that they are saved as: nothing is executed, and no class of the
+program is needed.
 """
 
 import hashlib
@@ -109,17 +110,23 @@ def lines_of_positions(positions: Positions) -> list[str]:
     for name, groups in groups_by_name.items():
         count = sum(len(processes) for processes in groups.values())
         is_common = len(groups) == 1 and count in (0, positions.process_count)
-        texts = [f"{'' if is_common else _lead_of(processes)}{name} {text}" for (_, text), processes in groups.items()]
+        texts = [
+            f"{'' if is_common else _lead_of(processes)}{name} {text}"
+            for (_, text), processes in groups.items()
+        ]
         lines.append(format_list(texts, _MAX_GROUPS, "; "))
     return lines
 
 
 def _lead_of(processes: Sequence[int]) -> str:
-    return f"process{'es' if len(processes) > 1 else ''} {format_list(format_ranges(processes), _MAX_GROUPS)}: "
+    return (
+        f"process{'es' if len(processes) > 1 else ''} "
+        f"{format_list(format_ranges(processes), _MAX_GROUPS)}: "
+    )
 
 
 def position_differences(a: Positions | None, b: Positions | None) -> list[tuple[str, str]]:
-    """Return the names of the values that differ, and how; nothing if a checkpoint has no positions."""
+    """Return the names of differing values, and how; nothing if a checkpoint has no positions."""
     if a is None or b is None:
         return []
     processes = sorted(process for process in {*a.positions, *b.positions} if process is not None)
@@ -133,7 +140,9 @@ def position_differences(a: Positions | None, b: Positions | None) -> list[tuple
     return found
 
 
-def _differences_of_process(a: Positions, b: Positions, process: int | None) -> list[tuple[str, str]]:
+def _differences_of_process(
+    a: Positions, b: Positions, process: int | None
+) -> list[tuple[str, str]]:
     first = a.position(process)
     second = b.position(process)
     lead = "" if process is None else f"process {process}: "
@@ -159,8 +168,8 @@ def _differing(a: Sequence[PositionValue], b: Sequence[PositionValue]) -> Iterat
             yield name, f"{first.text} in A, {second.text} in B"
 
 
-# The values of a position, as tagged JSON, which is not trusted. These tags are shown otherwise than as a name and a
-# hash, which generators and bytes are; `stores/tagged_json` has them all:
+# The values of a position, as tagged JSON, which is not trusted. These tags are shown otherwise
+# than as a name and a hash, which generators and bytes are; `stores/tagged_json` has them all:
 #
 #     $dict, $ordered_dict    pairs of a key and an item
 #     $tuple                  its items
@@ -177,14 +186,22 @@ def _position(saved: Mapping[str, Any], files: Callable[[str], Any]) -> Position
     try:
         parts = list(_parts("", saved["value"]))
         entries = [_entry(name.removeprefix("."), part, files) for name, part in parts]
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         # What a malicious or corrupted file raises; the rest of the checkpoint is shown.
         text = truncate(f"cannot be read: {error}", _MAX_TEXT)
         entries = [PositionValue("", text, text)]
     if later_batches:
         entries.append(PositionValue("batches since", later_batches, json.dumps(later_batches)))
     names = unique(truncate(entry.name or "position", _MAX_NAME) for entry in entries)
-    return Position([entry._replace(name=name) for name, entry in zip(names, entries, strict=True)], later_batches)
+    named = [entry._replace(name=name) for name, entry in zip(names, entries, strict=True)]
+    return Position(named, later_batches)
 
 
 def _parts(name: str, saved: Any) -> Iterator[tuple[str, Any]]:
@@ -233,7 +250,9 @@ def _entry(name: str, saved: Any, files: Callable[[str], Any]) -> PositionValue:
     bits = hashlib.blake2b(hashed.encode()).hexdigest()
     tag, inner = _tag(saved)
     if tag in ("$array", "$scalar"):
-        return PositionValue(name, _number_or_text(np.asarray(tagged_json.decode(whole)), bits), bits)
+        return PositionValue(
+            name, _number_or_text(np.asarray(tagged_json.decode(whole)), bits), bits
+        )
     if tag in (None, "$tuple") and isinstance(inner, list) and inner:
         return PositionValue(name, f"{len(inner)} items {bits[:8]}", bits)
     if tag in (None, "$tuple", "$int", "$float"):
@@ -244,7 +263,9 @@ def _entry(name: str, saved: Any, files: Callable[[str], Any]) -> PositionValue:
 
 def _number_or_text(array: np.ndarray[Any, Any], bits: str) -> Any:
     kind = array_type(array.shape, str(array.dtype))
-    is_number = is_inexact(array.dtype) or array.dtype == bool or np.issubdtype(array.dtype, np.integer)
+    is_number = (
+        is_inexact(array.dtype) or array.dtype == bool or np.issubdtype(array.dtype, np.integer)
+    )
     if np.iscomplexobj(array) or not (is_number and array.size):
         return f"{kind} {bits[:8]}"
     if not array.shape:

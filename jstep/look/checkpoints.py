@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jstep.array_store.listing import FOUND_NAME, REPLACED, misnaming_text
-from jstep.array_store.manifest import CheckpointError, CorruptedCheckpointError, Leaf, LeftOutLeaf, Manifest
+from jstep.array_store.manifest import (
+    CheckpointError,
+    CorruptedCheckpointError,
+    Leaf,
+    LeftOutLeaf,
+    Manifest,
+)
 from jstep.array_store.store import Store
 from jstep.checkpoint.names import open_store
 from jstep.core.checks import format_bytes
@@ -48,7 +54,8 @@ class Checkpoint:
         """Name → leaf: its path, and a number if several leaves share the path."""
         from jstep.array_store.leaf_records import unique
 
-        return dict(zip(unique(leaf.path for leaf in self.manifest.leaves), self.manifest.leaves, strict=True))
+        names = unique(leaf.path for leaf in self.manifest.leaves)
+        return dict(zip(names, self.manifest.leaves, strict=True))
 
     @property
     def left_out(self) -> dict[str, LeftOutLeaf]:
@@ -56,18 +63,22 @@ class Checkpoint:
 
     @functools.cached_property
     def _array_problem(self) -> str:
-        """What the checkpoint has that jstep does not write, or "": tensorstore must not open that."""
+        """What jstep does not write in a checkpoint, or "": tensorstore must not open that."""
         return self.store.reader(self.path, self.manifest).foreign_content()
 
     def positions(self) -> Positions | None:
         """Read the positions of its loaders, and of the objects of `from_loop`."""
         try:
-            return positions_in(self.manifest.extra, self.store.reader(self.path, self.manifest).read_file)
+            return positions_in(
+                self.manifest.extra, self.store.reader(self.path, self.manifest).read_file
+            )
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
 
-    def leaves(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
-        """Iterate over leaves, by default all, with names and values; PRNG keys become their data."""
+    def leaves(
+        self, names: Iterable[str] | None = None
+    ) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
+        """Iterate over leaves, by default all, with names and values; PRNG keys become data."""
         from jstep.weights.tensors import group_by_bytes  # it imports JAX
 
         chosen = {name: self.named[name] for name in (self.named if names is None else names)}
@@ -79,7 +90,9 @@ class Checkpoint:
         # Imported here so that a directory is listed without JAX.
         from jstep.array_store.leaf_records import leaf_value
 
-        wanted: dict[str, Any] = {leaf.array: None for leaf in leaves.values() if leaf.array is not None}
+        wanted: dict[str, Any] = {
+            leaf.array: None for leaf in leaves.values() if leaf.array is not None
+        }
         try:
             if self._array_problem:
                 raise CheckpointError(f"{self.path} is corrupted: {self._array_problem}")
@@ -88,7 +101,9 @@ class Checkpoint:
             raise
         except Exception as error:
             # A corrupted file may raise anything in tensorstore and its decoders.
-            raise CheckpointError(f"{self.path} could not be read: {type(error).__name__}: {error}"[:500]) from error
+            raise CheckpointError(
+                f"{self.path} could not be read: {type(error).__name__}: {error}"[:500]
+            ) from error
         for name, leaf in leaves.items():
             yield name, leaf, np.asarray(leaf_value(leaf, None, arrays))
 
@@ -130,7 +145,7 @@ def checkpoint_at(path: str) -> Checkpoint | None:
 
 
 def checkpoints_in(directory: str) -> tuple[list[Checkpoint], dict[str, Exception]]:
-    """Return the checkpoints in a directory, by prefix and step, and the errors of others by their paths."""
+    """Return a directory's checkpoints by prefix and step, and the errors of others by path."""
     directory = absolute(directory)
     store = open_store(directory)
     paths: list[str] = []
@@ -161,16 +176,19 @@ def checkpoints_in(directory: str) -> tuple[list[Checkpoint], dict[str, Exceptio
 
 OWN_EXTRA = frozenset(
     {
-        *("batches", "batches_of_processes", "before_end", "ended", "held", "hooks", "last_body", "last_iteration"),
-        *("past", "run", "stopped"),
+        *("batches", "batches_of_processes", "before_end", "ended", "held", "hooks"),
+        *("last_body", "last_iteration", "past", "run", "stopped"),
     }
 )
-"""The keys of `train` in `extra` that are only named; what says something to a reader, such as `config`, is shown. The
-modules that define them import JAX, which is not needed here."""
+"""The keys of `train` in `extra` that are only named; what says something to a reader, such as
+`config`, is shown. The modules that define them import JAX, which is not needed here."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "a checkpoint (run/model-1000), or a directory of checkpoints, with those in its folder best"
+    what = (
+        "a checkpoint (run/model-1000), or a directory of checkpoints, "
+        "with those in its folder best"
+    )
     parser.add_argument("paths", metavar="PATH", nargs="+", help=what)
     parser.add_argument("--verify", action="store_true", help="verify every byte, not only sizes")
 
@@ -198,7 +216,9 @@ def _inspect(path: str, arguments: argparse.Namespace) -> int:
     return _inspect_directory(path, arguments)
 
 
-def _print_corruption(about: Mapping[str, Any], problems: Sequence[str], arguments: argparse.Namespace) -> int:
+def _print_corruption(
+    about: Mapping[str, Any], problems: Sequence[str], arguments: argparse.Namespace
+) -> int:
     fields = {**about, "problems": problems}
     if arguments.verify:
         fields["sound"] = False
@@ -240,8 +260,8 @@ def _inspect_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -
 
     lines = [
         checkpoint.path,
-        f"step {checkpoint.step}, saved {about['time']}, by jstep {manifest.jstep}, {len(rows)} leaves, "
-        f"{format_bytes(about['bytes'])}, {_extent(checkpoint.path, arguments)}",
+        f"step {checkpoint.step}, saved {about['time']}, by jstep {manifest.jstep}, {len(rows)} "
+        f"leaves, {format_bytes(about['bytes'])}, {_extent(checkpoint.path, arguments)}",
         *_extra_lines(manifest.extra),
         "",
         *cli.table(_KIND_COLUMNS | _NUMBER_COLUMNS, rows, left=3),
@@ -251,14 +271,20 @@ def _inspect_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -
         lines += cli.table(_KIND_COLUMNS | {"fingerprint": "fingerprint"}, left_out, left=4)
     if positions is not None:
         shown = [printable(line) for line in lines_of_positions(positions)]
-        lines += ["", "positions of the batches, and of the objects of from_loop", *cli.first_lines(shown)]
+        lines += [
+            "",
+            "positions of the batches, and of the objects of from_loop",
+            *cli.first_lines(shown),
+        ]
     return cli.answer(arguments, fields, lines)
 
 
 def _extent(path: str, arguments: argparse.Namespace) -> str:
     if arguments.verify:
         return "every byte as it was written"
-    return "not verified (--verify does)" if is_url(path) else "sizes only (--verify reads every byte)"
+    if is_url(path):
+        return "not verified (--verify does)"
+    return "sizes only (--verify reads every byte)"
 
 
 def _extra_lines(extra: Any) -> list[str]:
@@ -301,7 +327,8 @@ def _numbers(leaf: Leaf, array: np.ndarray[Any, Any]) -> dict[str, Any]:
 _AS_WRITTEN = "as written"
 _CORRUPTED = "CORRUPTED"
 _UNUSABLE = "UNUSABLE"
-"""The verdict on a checkpoint that may be intact, but has another name, another format, or cannot be read now."""
+"""The verdict on a checkpoint that may be intact, but has another name, another format, or cannot
+be read now."""
 
 
 class _Check(NamedTuple):
@@ -318,8 +345,8 @@ def _check(checkpoint: Checkpoint, arguments: argparse.Namespace) -> _Check:
     except (CorruptedCheckpointError, UntrustedError) as error:
         found = [str(error)]
     except (CheckpointError, OSError, ValueError) as error:
-        # Not "corrupted": a bucket that is not reachable, or a file without permission (tensorstore's ValueError), says
-        # nothing about the bytes.
+        # Not "corrupted": a bucket that is not reachable, or a file without permission
+        # (tensorstore's ValueError), says nothing about the bytes.
         return _Check(_UNUSABLE, [f"{path} cannot be verified: {error}"])
     if found:
         return _Check(_CORRUPTED, [f"{path} is corrupted: {problem}" for problem in found])
@@ -341,7 +368,10 @@ def _inspect_directory(path: str, arguments: argparse.Namespace) -> int:
     if not checkpoints and not broken:
         from jstep.look.runs import hint_at_runs, runs
 
-        none = f"no checkpoints in {path}: they are folders such as model-1000, in the checkpoint_dir of train"
+        none = (
+            f"no checkpoints in {path}: they are folders such as model-1000, in the checkpoint_dir "
+            "of train"
+        )
         raise FileNotFoundError(hint_at_runs(path, runs(path)) or none)
     best: list[Checkpoint] = []
     broken_best: dict[str, Exception] = {}
@@ -361,12 +391,20 @@ def _inspect_directory(path: str, arguments: argparse.Namespace) -> int:
             row["sound"] = not found
         rows.append(row)
         size = format_bytes(row["bytes"])
-        shown[folder, checkpoint.prefix, checkpoint.step] = {**row, "size": size, "verdict": verdict}
+        shown[folder, checkpoint.prefix, checkpoint.step] = {
+            **row,
+            "size": size,
+            "verdict": verdict,
+        }
     for broken_path, error in broken.items():
         folder = "best/" if broken_path in broken_best else ""
         prefix, _, step = split_path(broken_path.removesuffix(REPLACED))[1].rpartition("-")
         verdict = _CORRUPTED if isinstance(error, CorruptedCheckpointError) else _UNUSABLE
-        shown[folder, prefix, int(step)] = {"name": f"{folder}{prefix}-{step}", "step": step, "verdict": verdict}
+        shown[folder, prefix, int(step)] = {
+            "name": f"{folder}{prefix}-{step}",
+            "step": step,
+            "verdict": verdict,
+        }
     in_order = [{**shown[key], "note": _note(shown[key])} for key in sorted(shown)]
     lines = [path] if len(arguments.paths) > 1 else []
     lines += cli.table(_DIRECTORY_COLUMNS, in_order, left=2)
@@ -375,7 +413,10 @@ def _inspect_directory(path: str, arguments: argparse.Namespace) -> int:
     if not (bad and arguments.verify):
         lines.append(_extent(path, arguments))
     if arguments.verify:
-        rows += [{"name": split_path(broken_path)[1], "path": broken_path, "sound": False} for broken_path in broken]
+        rows += [
+            {"name": split_path(broken_path)[1], "path": broken_path, "sound": False}
+            for broken_path in broken
+        ]
     cli.answer(arguments, {"path": path, "checkpoints": rows, "problems": problems}, lines)
     return cli.complain("inspect", *problems)
 
@@ -395,7 +436,10 @@ def _verdict_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     parts: list[str] = []
     for verdict in (_CORRUPTED, _UNUSABLE):
         if counts[verdict]:
-            parts.append(f"{counts[verdict]} of {len(rows)} {'is' if counts[verdict] == 1 else 'are'} {verdict}")
+            parts.append(
+                f"{counts[verdict]} of {len(rows)} {'is' if counts[verdict] == 1 else 'are'} "
+                f"{verdict}"
+            )
     return ["; ".join(parts)] if parts else []
 
 

@@ -1,4 +1,4 @@
-"""The command line, `jstep`: its commands, each in a module imported only when used, and their interface."""
+"""The command line, `jstep`: its interface, and commands, whose modules are imported when used."""
 
 import argparse
 import fnmatch
@@ -19,7 +19,7 @@ from jstep.core.checks import format_list
 from jstep.core.tables import columns, fold, printable
 from jstep.stores.event_files import DataLossError
 
-# What the commands have in common: interface, exit codes, and output as text, strict JSON and tables.
+# What the commands have in common: interface, exit codes, output as text, strict JSON and tables.
 
 OK = 0
 DIFFERENT = 1
@@ -31,7 +31,7 @@ SHOWN = 40
 
 
 class Command(NamedTuple):
-    """A command. `main` reports the errors that `run` raises; with `has_json`, results are printed by `answer`."""
+    """A command; `main` reports errors of `run`; with `has_json`, `answer` prints the results."""
 
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
@@ -39,17 +39,20 @@ class Command(NamedTuple):
 
 
 def as_strict_json(value: object) -> str:
-    """Return one line of strict JSON; non-finite numbers become the strings "NaN", "Infinity" and "-Infinity"."""
+    """Return one line of strict JSON.
+
+    Non-finite numbers become the strings "NaN", "Infinity" and "-Infinity".
+    """
     # `json.dumps` escapes all other characters that a terminal obeys.
     return json.dumps(_as_plain_json(value), allow_nan=False).replace("\x7f", "\\u007f")
 
 
 JSON_VERSION = 1
-"""The number of the fields of `--json`: raised if one has another meaning, or is no longer there."""
+"""The number of the fields of `--json`: raised if one changes its meaning, or is removed."""
 
 
 def as_json_answer(fields: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
-    """Return the line of a command's `--json`: an object that begins with its version, or a list of such objects."""
+    """Return the line of a `--json`: an object that begins with its version, or a list of them."""
     if isinstance(fields, Mapping):
         return as_strict_json({"version": JSON_VERSION, **fields})
     return as_strict_json([{"version": JSON_VERSION, **item} for item in fields])
@@ -76,7 +79,7 @@ def answer(
     lines: Iterable[str],
     code: int = OK,
 ) -> int:
-    """Print the fields with `--json`, otherwise the lines, folded at the width of the terminal; return the code."""
+    """Print the fields with `--json`, else the lines, folded to the terminal; return the code."""
     if arguments.json:
         print(as_json_answer(fields))
         return code
@@ -115,7 +118,9 @@ def cell(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else printable(value)
 
 
-def first_lines(lines: Sequence[str], shown: Sequence[str] | None = None, indent: str = "  ") -> list[str]:
+def first_lines(
+    lines: Sequence[str], shown: Sequence[str] | None = None, indent: str = "  "
+) -> list[str]:
     """Return the first lines of a long list, and how many there are besides.
 
     Args:
@@ -137,10 +142,15 @@ def choose(names: Iterable[str], patterns: Iterable[str], option: str, what: str
     names = list(names)
     chosen: dict[str, None] = {}
     for pattern in patterns:
-        matches = [pattern] if pattern in names else [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        matches = [pattern]
+        if pattern not in names:
+            matches = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         if not matches:
             choices = format_list(names, 30) or "none"
-            raise ValueError(f"{option} {pattern}: must be {what}, or a pattern that matches some; there are {choices}")
+            raise ValueError(
+                f"{option} {pattern}: must be {what}, or a pattern that matches some; there are "
+                f"{choices}"
+            )
         chosen |= dict.fromkeys(matches)
     return list(chosen)
 
@@ -154,7 +164,8 @@ def utc_text(seconds: float, precision: str = "seconds") -> str:
 
 
 def local_text(seconds: float, precision: str = "seconds") -> str:
-    return datetime.fromtimestamp(seconds, datetime.now().astimezone().tzinfo).isoformat(" ", precision)[:-6]
+    local = datetime.fromtimestamp(seconds, datetime.now().astimezone().tzinfo)
+    return local.isoformat(" ", precision)[:-6]
 
 
 def local_zone() -> str:
@@ -166,15 +177,24 @@ def local_zone() -> str:
 
 COMMANDS = {
     "runs": ("show all runs below directories: status, metrics, parents", "look.runs:RUNS"),
-    "report": ("show runs on one page of HTML: setup, curves, time, warnings", "look.report:REPORT"),
+    "report": (
+        "show runs on one page of HTML: setup, curves, time, warnings",
+        "look.report:REPORT",
+    ),
     "inspect": ("show a checkpoint, or a directory of checkpoints", "look.checkpoints:INSPECT"),
     "diff": ("find where two runs diverge: checkpoints, directories, logs", "look.diff:DIFF"),
     "events": ("print the scalars of runs and of event files by step", "look.events:EVENTS"),
-    "stalls": ("show the processes that hang (exit code 1), and why", "look.stalled_processes:STALLS"),
-    "goodput": ("show where the wall time of a run went, over all its starts", "look.goodput_command:GOODPUT"),
+    "stalls": (
+        "show the processes that hang (exit code 1), and why",
+        "look.stalled_processes:STALLS",
+    ),
+    "goodput": (
+        "show where the wall time of a run went, over all its starts",
+        "look.goodput_command:GOODPUT",
+    ),
     "cost": ("estimate the cost of a step: operations and memory", "planning.cost_command:COST"),
 }
-"""Name → description, in the order and wording of `--help`, and where in `jstep` the `Command` is."""
+"""Name → description, in order and wording of `--help`, and where its `Command` is in `jstep`."""
 
 _EPILOG = """\
 examples:
@@ -189,10 +209,12 @@ a corrupted file, nothing to compare."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     command_line = sys.argv[1:] if argv is None else argv
-    is_text = isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape")
+    by_default = ("strict", "surrogateescape")
+    is_text = isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in by_default
     # Only without `argv`: the stdout of a program that calls `main` is not ours.
     if argv is None and is_text:
-        # Escape characters that the encoding of stdout lacks, as on stderr, unless PYTHONIOENCODING says otherwise.
+        # Escape characters that the encoding of stdout lacks, as on stderr, unless PYTHONIOENCODING
+        # says otherwise.
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     parser = _parser(command_line)
     arguments = parser.parse_args(command_line)
@@ -214,7 +236,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(arguments.command, error)
     except Exception:
         # Such as in the program of `cost`. Python would exit with 1, which means a difference.
-        print("\n".join(map(printable, traceback.format_exc().rstrip().split("\n"))), file=sys.stderr)
+        print(
+            "\n".join(map(printable, traceback.format_exc().rstrip().split("\n"))), file=sys.stderr
+        )
         return TROUBLE
     return code
 
@@ -231,16 +255,23 @@ def _parser(command_line: Sequence[str]) -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"jstep {sys.modules['jstep'].__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"jstep {sys.modules['jstep'].__version__}"
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    # No option before the command takes a value, so the first argument that is not an option is the command.
+    # No option before the command takes a value, so the first argument that is not an option is the
+    # command.
     chosen = next((word for word in command_line if not word.startswith("-")), None)
     for name, (words, place) in COMMANDS.items():
-        subparser = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
+        subparser = commands.add_parser(
+            name, help=words, description=f"{words[0].upper()}{words[1:]}."
+        )
         if name == chosen:
             command: Command = pkgutil.resolve_name(f"jstep.{place}")
             command.add_arguments(subparser)
             if command.has_json:
-                subparser.add_argument("--json", action="store_true", help="print one JSON object on one line")
+                subparser.add_argument(
+                    "--json", action="store_true", help="print one JSON object on one line"
+                )
             subparser.set_defaults(run=command.run)
     return parser

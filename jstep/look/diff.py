@@ -37,7 +37,10 @@ class RecordedRuns(NamedTuple):
     folders: Sequence[RunFolder]
 
     def starts_with_setups(self) -> dict[str, Mapping[str, Any]]:
-        """Prefix → the newest start with a setup, up to the one that represents its run, of those that have one."""
+        """Prefix → the newest start with a setup, up to the one that represents its run.
+
+        A prefix without one is left out.
+        """
         starts: dict[str, Mapping[str, Any]] = {}
         for folder in self.folders:
             if folder.start_with_setup:
@@ -54,7 +57,7 @@ class RecordedRuns(NamedTuple):
 
 
 def _start_differences(a: RecordedRuns, b: RecordedRuns) -> list[str] | None:
-    """Describe the differences between the starts with setups of two runs; None if there is none to compare."""
+    """Describe how the starts with setups of two runs differ; None if there is none to compare."""
     starts_a = a.starts_with_setups()
     starts_b = b.starts_with_setups()
     prefixes = sorted(starts_a.keys() & starts_b.keys())
@@ -91,7 +94,8 @@ def _state_changes(a: RecordedRuns, b: RecordedRuns) -> list[str]:
 # The steps between which two runs diverge, by their checkpoints, fingerprints and common scalars.
 
 _TIMED = re.compile(
-    r"(?:\bper_|/)s(?:ec(?:ond)?s?)?\b|_per_sec|\b[mh]fu\b|(?:\b|_)(?:time|secs|seconds|ms)\b", re.IGNORECASE
+    r"(?:\bper_|/)s(?:ec(?:ond)?s?)?\b|_per_sec|\b[mh]fu\b|(?:\b|_)(?:time|secs|seconds|ms)\b",
+    re.IGNORECASE,
 )
 """Tags of scalars that measure time, and differ in each run."""
 
@@ -101,14 +105,14 @@ _Log: TypeAlias = dict[tuple[int, str], Any]
 
 
 class Divergence(NamedTuple):
-    """The last step at which all that was compared is equal, and the first at which something differs, if known."""
+    """The last step at which all is equal, and the first at which something differs, if known."""
 
     equal_at: int | None
     differ_at: int | None
     compared_by: list[str]
 
     def text(self, runs: Sequence[RecordedRuns]) -> str:
-        """Describe where the runs diverge, and which of them was started in between; "" if they do not."""
+        """Describe where the runs diverge, and which was started in between; "" if they do not."""
         if self.differ_at is None:
             return ""
         equal = "" if self.equal_at is None else f"equal at {self.equal_at}, "
@@ -149,7 +153,11 @@ def divergence(
             same[step] = same.get(step, True) and is_equal
     differ_at = min((step for step, is_same in same.items() if not is_same), default=None)
     # Not a step after the first difference, at which all that was logged may be equal by chance.
-    equal_steps = [step for step, is_same in same.items() if is_same and (differ_at is None or step < differ_at)]
+    equal_steps = [
+        step
+        for step, is_same in same.items()
+        if is_same and (differ_at is None or step < differ_at)
+    ]
     return Divergence(max(equal_steps, default=None), differ_at, sources)
 
 
@@ -158,7 +166,8 @@ def _fingerprints(run: RecordedRuns) -> _Log:
 
 
 def _scalars_of_each(runs: Sequence[RecordedRuns]) -> list[_Log]:
-    # By the tag alone if there is nothing to be confused: two runs with other prefixes are compared as well.
+    # By the tag alone if there is nothing to be confused: two runs with other prefixes are compared
+    # as well.
     needs_prefix = any(len(run.folders) != 1 for run in runs)
     with contextlib.suppress(OSError, ValueError, ImportError):
         return [_scalars(run, needs_prefix) for run in runs]
@@ -181,10 +190,16 @@ def _scalars(run: RecordedRuns, needs_prefix: bool) -> _Log:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "a checkpoint, a directory of checkpoints, or a log of fingerprints (or a logdir that contains one)"
+    what = (
+        "a checkpoint, a directory of checkpoints, or a log of fingerprints (or a logdir that "
+        "contains one)"
+    )
     parser.add_argument("a", metavar="A", help=what)
     parser.add_argument(
-        "b", metavar="B", nargs="?", help="the same for the other run; without it, A's starts are compared"
+        "b",
+        metavar="B",
+        nargs="?",
+        help="the same for the other run; without it, A's starts are compared",
     )
 
 
@@ -210,13 +225,18 @@ class _Side(NamedTuple):
     problems: Sequence[str] = ()
 
     def recorded_runs(self) -> RecordedRuns:
-        """Return the run that a checkpoint is of, or all; all also if none has its prefix, as for the best ones."""
+        """Return the run that a checkpoint is of, or all.
+
+        All are returned also if none has its prefix, as for the best ones.
+        """
         directory = self.path if self.kind == _DIRECTORY else split_path(self.path)[0] or "."
         prefixes = [prefix for _, prefix in self.steps] if self.kind == _CHECKPOINT else []
         # A directory that cannot be read is reported by the comparison itself.
         with contextlib.suppress(OSError):
             folders = run_folders(directory)
-            return RecordedRuns(directory, [folder for folder in folders if folder.prefix in prefixes] or folders)
+            return RecordedRuns(
+                directory, [folder for folder in folders if folder.prefix in prefixes] or folders
+            )
         return RecordedRuns(directory, [])
 
 
@@ -231,7 +251,9 @@ def _print_differences(arguments: argparse.Namespace) -> int:
     a = _side(location(arguments.a, "A"))
     b = _side(location(arguments.b, "B"))
     if a.kind != b.kind:
-        raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
+        raise ValueError(
+            f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind"
+        )
     runs = [a.recorded_runs(), b.recorded_runs()]
     problems: list[str] = []
     for run in runs:
@@ -241,7 +263,12 @@ def _print_differences(arguments: argparse.Namespace) -> int:
     state_lines = _state_changes(*runs)
     # The keys of the result are those of `--json`.
     result = _compare_checkpoints(a, b) if a.kind == _CHECKPOINT else _compare_steps(a, b)
-    lines = [*problems, *changes_text(start_lines), *first_lines(state_lines, indent=""), *_differences_text(result)]
+    lines = [
+        *problems,
+        *changes_text(start_lines),
+        *first_lines(state_lines, indent=""),
+        *_differences_text(result),
+    ]
     if a.kind != _CHECKPOINT:
         differ_at = result.get("step")
         compared: dict[int, bool] = {}
@@ -249,7 +276,9 @@ def _print_differences(arguments: argparse.Namespace) -> int:
             # Nothing was compared after the first difference.
             if differ_at is None or step <= differ_at:
                 compared[step] = step != differ_at
-        found = divergence(runs, "checkpoints" if a.kind == _DIRECTORY else "fingerprints", compared)
+        found = divergence(
+            runs, "checkpoints" if a.kind == _DIRECTORY else "fingerprints", compared
+        )
         result |= found._asdict()
         text = found.text(runs)
         if text:
@@ -291,7 +320,9 @@ def _log_side(path: str, *, is_logdir: bool) -> _Side:
     log = read_log(path)
     problems = [f"{path}: {problem}; the other lines are compared" for problem in log.corrupted]
     if not log.entries:
-        raise ValueError(problems[0] if problems else f"{path} has no complete line of a FingerprintHook")
+        raise ValueError(
+            problems[0] if problems else f"{path} has no complete line of a FingerprintHook"
+        )
     return _Side(path, _LOG, {(step, ""): entry for step, entry in log.entries.items()}, problems)
 
 
@@ -311,7 +342,7 @@ def _compare_checkpoints(a: _Side, b: _Side) -> dict[str, Any]:
 
 
 def _compare_steps(a: _Side, b: _Side) -> dict[str, Any]:
-    """Compare two directories of checkpoints, or two logs, up to the first step at which they differ."""
+    """Compare two directories of checkpoints, or two logs, up to the first step that differs."""
     items_a = a.steps
     items_b = b.steps
     prefixes_a = {prefix for _, prefix in items_a}
@@ -322,22 +353,28 @@ def _compare_steps(a: _Side, b: _Side) -> dict[str, Any]:
         items_b = {(step, ""): item for (step, _), item in items_b.items()}
     keys = sorted(items_a.keys() & items_b.keys())
     if not keys:
-        raise ValueError(f"no step in common: {a.path} has {_steps(items_a)}, and {b.path} has {_steps(items_b)}")
+        raise ValueError(
+            f"no step in common: {a.path} has {_steps(items_a)}, and {b.path} has {_steps(items_b)}"
+        )
     common = [step for step, _ in keys]
     positions: dict[str, Any] = {}
-    for same_before, key in enumerate(keys):  # the number of common steps before this one, all of which are the same
+    # `same_before` is the number of common steps before this one, all of which are the same.
+    for same_before, key in enumerate(keys):
         leaves: list[LeafDifference] | None
         if a.kind == _LOG:
             leaves = _entry_differences(items_a[key], items_b[key])
         else:
             leaves = _leaf_differences(items_a[key], items_b[key]) or None
-            # Of loaders, the first difference is shown, which may be earlier than that of the state.
+            # Of loaders, the first difference is shown, which may be earlier than that of the
+            # state.
             found = [] if positions else _position_differences(items_a[key], items_b[key])
             if found:
                 positions = {"positions": found, "positions_step": key[0]}
         # Not `if leaves`: of a log without leaves, a difference is an empty list.
         if leaves is not None:
-            result = _result(a, b, leaves, step=key[0], common=common, same_before=same_before, **positions)
+            result = _result(
+                a, b, leaves, step=key[0], common=common, same_before=same_before, **positions
+            )
             result["same"] = False
             return result
     return _result(a, b, [], common=common, **positions)
@@ -353,15 +390,18 @@ def _position_differences(a: Checkpoint, b: Checkpoint) -> list[dict[str, str]]:
 
 
 def _entry_differences(a: Any, b: Any) -> list[LeafDifference] | None:
-    """Return the leaves that differ between two entries of logs, [] if a log has none; None if the states are equal."""
+    """Return the leaves that differ between log entries; [] if a log has none, None if equal."""
     from jstep.logs.fingerprint_log import compare_logs
 
     result = compare_logs(a, b)
     if result is None:
         return None
-    only = dict.fromkeys(result.first_only, "only in A") | dict.fromkeys(result.second_only, "only in B")
+    only = dict.fromkeys(result.first_only, "only in A")
+    only |= dict.fromkeys(result.second_only, "only in B")
     leaves = result.leaves or ()
-    return [LeafDifference(path, only.get(path, "fingerprint"), only.get(path, "")) for path in leaves]
+    return [
+        LeafDifference(path, only.get(path, "fingerprint"), only.get(path, "")) for path in leaves
+    ]
 
 
 def _leaf_differences(a: Checkpoint, b: Checkpoint) -> list[LeafDifference]:
@@ -386,7 +426,9 @@ def _leaf_differences(a: Checkpoint, b: Checkpoint) -> list[LeafDifference]:
         if difference is not None:
             found[name] = difference
     differences = [found[name] for name in leaves_a if name in found]
-    differences += [LeafDifference(name, "only in B", "only in B") for name in leaves_b if name not in leaves_a]
+    differences += [
+        LeafDifference(name, "only in B", "only in B") for name in leaves_b if name not in leaves_a
+    ]
     return [*differences, *differences_left_out(a, b)]
 
 
@@ -397,20 +439,29 @@ def differences_left_out(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifferenc
         second = b.left_out.get(path)
         where = "left out of both"
         if first is None or second is None:
-            yield LeafDifference(path, "left out", f"left out of {'A' if second is None else 'B'} only")
+            yield LeafDifference(
+                path, "left out", f"left out of {'A' if second is None else 'B'} only"
+            )
         elif (first.dtype, first.shape) != (second.dtype, second.shape):
             why = "shape" if first.dtype == second.dtype else "dtype"
-            kinds = f"{first.dtype}{list(first.shape)} in A, {second.dtype}{list(second.shape)} in B"
+            kinds = (
+                f"{first.dtype}{list(first.shape)} in A, {second.dtype}{list(second.shape)} in B"
+            )
             yield LeafDifference(path, why, f"{kinds}, {where}")
         elif first.fingerprint != second.fingerprint:
             yield LeafDifference(path, "values", f"the fingerprint, {where}")
 
 
-def _result(a: _Side, b: _Side, differences: list[LeafDifference], **fields: object) -> dict[str, Any]:
+def _result(
+    a: _Side, b: _Side, differences: list[LeafDifference], **fields: object
+) -> dict[str, Any]:
     leaves: list[dict[str, Any]] = []
     for difference in differences:
-        leaves.append({key: value for key, value in difference._asdict().items() if value is not None})
-    return {"a": a.path, "b": b.path, "kind": a.kind, "same": not differences, "leaves": leaves} | fields
+        leaves.append(
+            {key: value for key, value in difference._asdict().items() if value is not None}
+        )
+    about = {"a": a.path, "b": b.path, "kind": a.kind, "same": not differences}
+    return {**about, "leaves": leaves, **fields}
 
 
 # The results as text.
@@ -421,7 +472,9 @@ def _differences_text(result: dict[str, Any]) -> list[str]:
     positions = result.get("positions")
     if positions:
         what = "position differs" if len(positions) == 1 else "positions differ"
-        step = f" at step {result['positions_step']}, the first of these" if "positions_step" in result else ""
+        step = ""
+        if "positions_step" in result:
+            step = f" at step {result['positions_step']}, the first of these"
         lines.append(f"{len(positions)} {what}{step}")
         lines += _rows([(position["name"], position["detail"]) for position in positions])
     return lines
@@ -436,7 +489,9 @@ def _leaves_text(result: dict[str, Any]) -> list[str]:
         return [f"identical at all common steps ({len(common)}, from {common[0]} to {common[-1]})"]
     if common is None:
         steps = result["steps"]
-        where = f"step {steps['a']}" if steps["a"] == steps["b"] else f"step {steps['a']} in A, {steps['b']} in B"
+        where = f"step {steps['a']}"
+        if steps["a"] != steps["b"]:
+            where += f" in A, {steps['b']} in B"
         lines = [f"{len(leaves)} of {result['compared']} leaves differ ({where})"]
     else:
         place = f"number {result['same_before'] + 1} of {len(common)} common steps"

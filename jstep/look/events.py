@@ -21,7 +21,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", metavar="PATH", nargs="+", help=what)
     names = "scalars to print: each step once, of starts that repeat it the last (repeatable)"
     parser.add_argument("--name", action="append", dest="names", metavar="GLOB", help=names)
-    parser.add_argument("--from", type=int, dest="first", metavar="A", help="the first step to print")
+    parser.add_argument(
+        "--from", type=int, dest="first", metavar="A", help="the first step to print"
+    )
     parser.add_argument("--to", type=int, dest="last", metavar="B", help="the last step to print")
 
 
@@ -48,7 +50,10 @@ def _print_scalars(arguments: argparse.Namespace) -> int:
         names |= dict.fromkeys(name for name, points in series.items() if points.steps)
     if not names and paths:
         where = ", ".join(paths)
-        problems.append(f"{where}: no event files (events.out.tfevents.*) with scalars, as train(logdir=…) writes")
+        problems.append(
+            f"{where}: no event files (events.out.tfevents.*) with scalars, as train(logdir=…) "
+            "writes"
+        )
     chosen = _chosen_names(names, arguments.names or ["*"], problems) if names else []
     code = complain("events", *problems)
     if not chosen:
@@ -60,14 +65,20 @@ def _print_scalars(arguments: argparse.Namespace) -> int:
                 continue
             for point in series[name].points():
                 if first <= point.step <= last:
-                    rows.append({"run": run, "name": name, "step": point.step, "value": point.value})
-    fields = [{**row, "value": row["value"] if math.isfinite(row["value"]) else None} for row in rows]
+                    rows.append(
+                        {"run": run, "name": name, "step": point.step, "value": point.value}
+                    )
+    fields = [
+        {**row, "value": row["value"] if math.isfinite(row["value"]) else None} for row in rows
+    ]
     keys = {name: name for name in ("run", "name", "step", "value")}
     answer(arguments, fields, table(keys, rows, left=2) if rows else ["no values at these steps"])
     return code
 
 
-def _chosen_names(names: Iterable[str], patterns: Iterable[str], problems: list[object]) -> list[str]:
+def _chosen_names(
+    names: Iterable[str], patterns: Iterable[str], problems: list[object]
+) -> list[str]:
     chosen: dict[str, None] = {}
     for pattern in patterns:
         try:
@@ -77,8 +88,10 @@ def _chosen_names(names: Iterable[str], patterns: Iterable[str], problems: list[
     return list(chosen)
 
 
-def _event_files(paths: Sequence[str], problems: list[object]) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield the name and the event files of each run, and of each other directory with event files."""
+def _event_files(
+    paths: Sequence[str], problems: list[object]
+) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield name and event files of each run, and of each other directory with event files."""
     runs_of_path = {path: runs(path) if is_directory(path) else [] for path in paths}
     listed = distinct(itertools.chain.from_iterable(runs_of_path.values()))
     folders = RunFolders()
@@ -87,7 +100,8 @@ def _event_files(paths: Sequence[str], problems: list[object]) -> Iterator[tuple
             if run.error is not None:
                 raise ValueError(run.error)
             files = folders.find(run.path, run.prefix).event_files
-            # Why files are left out on purpose, which is no problem of the command, whose exit code stays the same.
+            # Why files are left out on purpose, which is no problem of the command, whose exit code
+            # stays the same.
             complain("events", *files.problems)
             yield name, files.paths
         except (OSError, ValueError) as error:

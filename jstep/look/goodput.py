@@ -8,14 +8,24 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jstep.core.stopwatch import BEFORE, EVALUATING, HOOKS, PHASES, SAVING, STARTING, STEPPING, WAITING
+from jstep.core.stopwatch import (
+    BEFORE,
+    EVALUATING,
+    HOOKS,
+    PHASES,
+    SAVING,
+    STARTING,
+    STEPPING,
+    WAITING,
+)
 from jstep.core.tables import Tabular
 from jstep.record.process_files import read_processes
 from jstep.record.schema import ProcessRecord, Start
 from jstep.record.starts import MAX_STARTS, find_starts, valid
 from jstep.stores.urls import absolute, location
 
-# The time of stepping is divided into that of the steps that the run kept, and that of the steps that it lost.
+# The time of stepping is divided into that of the steps that the run kept, and that of the steps
+# that it lost.
 _PARTS = ("productive", "rewound", *(phase for phase in PHASES if phase != STEPPING), "down")
 STALLED = "stalled"
 """The part to which stalls in any phase belong."""
@@ -24,7 +34,7 @@ _MAX_SLOW = 8
 
 
 class SlowProcess(NamedTuple):
-    """A process that spends at least twice the milliseconds a step of the others in a part, in the newest start.
+    """A process that spends at least twice the others' time a step in a part, in the newest start.
 
     `others` is the median of theirs.
     """
@@ -42,13 +52,14 @@ class SlowProcess(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Goodput(Tabular):
-    """Breakdown of the wall time of a run in seconds, from its first start to the last write of its record.
+    """Breakdown of a run's wall time in seconds, from its first start to its record's last write.
 
     Attributes:
         productive: Time of the steps that led to the final state.
         rewound: Time of lost steps, because a later start resumed from before them.
         before: Time from the start of the process until its first call of `train`.
-        starting: Time from the call until the first step returned, and of later compilations that the loop waited for.
+        starting: Time from the call until the first step returned, and of later compilations that
+            the loop waited for.
         waiting: Time that the loop waited for batches.
         saving: Time that the loop waited for checkpoints.
         evaluating: Time of `EvaluationHook`s, including their callbacks.
@@ -56,13 +67,14 @@ class Goodput(Tabular):
         down: Time from the last write of one start to the next start.
         starts: Number of starts of the run.
         steps: Number of steps that led to the final state.
-        stalled: Part → the seconds in which process 0 stalled there, which that part does not include.
-        notes: Parts whose time a step changed by more than a factor of two, and starts that cannot be read, as
-            sentences.
+        stalled: Part → the seconds in which process 0 stalled there, which that part does not
+            include.
+        notes: Parts whose time a step changed by more than a factor of two, and starts that cannot
+            be read, as sentences.
         computing: The seconds of `hooks` in which the device computed steps, by samples.
         processes: Number of processes of the newest start; the times are those of process 0.
-        slow: The processes that spend twice as long as the others in `waiting`, `saving`, `evaluating` or `hooks`. In
-            `stepping` each waits for the slowest.
+        slow: The processes that spend twice as long as the others in `waiting`, `saving`,
+            `evaluating` or `hooks`. In `stepping` each waits for the slowest.
 
     Example:
         >>> import jstep
@@ -93,7 +105,10 @@ class Goodput(Tabular):
     @property
     def parts(self) -> dict[str, float]:
         """The seconds of each part, whose sum is `total`; `stalled` is the sum of all stalls."""
-        return {**{name: getattr(self, name) for name in _PARTS}, STALLED: sum(self.stalled.values())}
+        return {
+            **{name: getattr(self, name) for name in _PARTS},
+            STALLED: sum(self.stalled.values()),
+        }
 
     @property
     def total(self) -> float:
@@ -135,10 +150,12 @@ def _percent(share: float) -> str:
 def goodput(directory: str | os.PathLike[str], prefix: str = "model") -> Goodput:
     """Account for all wall time of a run, over all its starts.
 
-    The times, those of process 0, are in files in `starts/`, in the checkpoint_dir or else in the logdir. If a start
-    was killed, up to its last second (ten below a URL) counts as `down`. The run may still be in progress.
+    The times, those of process 0, are in files in `starts/`, in the checkpoint_dir or else in the
+    logdir. If a start was killed, up to its last second (ten below a URL) counts as `down`. The run
+    may still be in progress.
 
-    Equation: total = productive + rewound + before + starting + waiting + saving + evaluating + hooks + down + stalled.
+    Equation: total = productive + rewound + before + starting + waiting + saving + evaluating +
+    hooks + down + stalled.
 
     Args:
         directory: The directory of the checkpoints or the logdir, or its URL.
@@ -159,15 +176,16 @@ def goodput(directory: str | os.PathLike[str], prefix: str = "model") -> Goodput
         >>> run = tempfile.mkdtemp()
         >>> state = jstep.train(train_step, state, [jnp.ones(())] * 9, 9, checkpoint_dir=run)
         >>> found = jstep.goodput(run)
-        >>> found.steps, found.starts, found.productive > 0, abs(sum(found.parts.values()) - found.total) < 1e-9
+        >>> is_exact = abs(sum(found.parts.values()) - found.total) < 1e-9
+        >>> found.steps, found.starts, found.productive > 0, is_exact
         (9, 1, True, True)
     """
     where = absolute(location(directory, "directory"))
     runs = find_starts(where)
     if prefix not in runs:
         raise ValueError(
-            f"prefix={prefix!r}: must be the prefix of a run in {where}, which has {', '.join(map(repr, runs))}; "
-            "give the checkpoint_prefix of the run"
+            f"prefix={prefix!r}: must be the prefix of a run in {where}, which has "
+            f"{', '.join(map(repr, runs))}; give the checkpoint_prefix of the run"
         )
     starts = runs[prefix]
     total = goodput_of_starts(starts)
@@ -206,14 +224,15 @@ def sum_of_all(items: Sequence[Goodput]) -> Goodput:
 
 
 def goodput_by_start(starts: Sequence[Start]) -> list[Goodput]:
-    """Account for the time of each start, and in `down` for the time between the previous start and this one."""
+    """Account for the time of each start, and in `down` for that since the previous start."""
     found: list[Goodput] = []
     previous_end = starts[0]["began"] if starts else 0.0
     for start, kept_until in zip(starts, _kept_until(starts), strict=True):
         seconds: dict[str, Any] = dict.fromkeys(PHASES, 0.0) | start["seconds"]
         began = start["began"]
         seconds["down"] = max(0.0, began - previous_end)
-        # If the process was already running before the previous start ended, that time is counted once.
+        # If the process was already running before the previous start ended, that time is counted
+        # once.
         overlap = max(0.0, previous_end - began)
         for phase in (BEFORE, STARTING):
             counted_twice = min(seconds[phase], overlap)
@@ -226,11 +245,14 @@ def goodput_by_start(starts: Sequence[Start]) -> list[Goodput]:
         kept = total_at(start, kept_until, stepping, column=SAVED_SECONDS)
         seconds["productive"] = kept
         seconds["rewound"] = stepping - kept
-        # If no step was lost, all stalls are in `productive`, also one in a step after the last, which never finished.
+        # If no step was lost, all stalls are in `productive`, also one in a step after the last,
+        # which never finished.
         stalled = _take_stalls(start, seconds, math.inf if kept_until == last else kept_until)
         computing = start["computing"] or 0.0
         steps = kept_until - first
-        found.append(Goodput(**seconds, computing=computing, starts=1, steps=steps, stalled=stalled))
+        found.append(
+            Goodput(**seconds, computing=computing, starts=1, steps=steps, stalled=stalled)
+        )
     return found
 
 
@@ -241,21 +263,23 @@ def _kept_until(starts: Sequence[Start]) -> list[int]:
     for start in reversed(starts):
         first, last = start["step"] or (0, 0)
         kept.append(int(max(first, min(last, limit))))
-        # A start that restored a checkpoint discards the steps after it, even if it took no step itself. `last` is 0
-        # if its steps are unknown, or if it is still at step 0.
+        # A start that restored a checkpoint discards the steps after it, even if it took no step
+        # itself. `last` is 0 if its steps are unknown, or if it is still at step 0.
         if last:
             limit = min(limit, first)
     kept.reverse()
     return kept
 
 
-def _take_stalls(start: Start, seconds: dict[str, float], kept_until: float = math.inf) -> dict[str, float]:
-    """Move the stalls of a start out of the seconds of its parts; return the stalled seconds by part.
+def _take_stalls(
+    start: Start, seconds: dict[str, float], kept_until: float = math.inf
+) -> dict[str, float]:
+    """Move a start's stalls out of the seconds of its parts; return the stalled seconds by part.
 
     Args:
         start: The start that stalled.
-        seconds: Seconds by part, which this reduces. It has either `stepping`, or `productive` and `rewound`, into
-            which that was divided.
+        seconds: Seconds by part, which this reduces. It has either `stepping`, or `productive` and
+            `rewound`, into which that was divided.
         kept_until: The step up to which a stall while stepping was in `productive`.
     """
     stalled: dict[str, float] = {}
@@ -264,7 +288,7 @@ def _take_stalls(start: Start, seconds: dict[str, float], kept_until: float = ma
         # `stepping` was divided already.
         if part == STEPPING and part not in seconds:
             part = "productive" if (stall["step"] or 0) <= kept_until else "rewound"
-        # Not more than the part has: the record may be somebody else's, and the total stays what it was.
+        # Not more than the part has: the record may be somebody else's, and the total must stay.
         moved = min(seconds.get(part, 0.0), stall["stalled"] or 0.0)
         if moved > 0:
             seconds[part] -= moved
@@ -274,7 +298,8 @@ def _take_stalls(start: Start, seconds: dict[str, float], kept_until: float = ma
 
 SAVED_SECONDS = 1
 SAVED_EXAMPLES = 2
-"""The columns of the entries of `Start["saved"]` that hold totals since the start began; column 0 is the step."""
+"""The columns of the entries of `Start["saved"]` that hold totals since the start began; column 0
+is the step."""
 
 
 def total_at(start: Start, step: float, final: float, column: int) -> float:
@@ -294,7 +319,8 @@ def total_at(start: Start, step: float, final: float, column: int) -> float:
         total: Any = save[column]
         if first < save[0] < last and total is not None:
             known.append((save[0], total))
-    for (step_a, total_a), (step_b, total_b) in itertools.pairwise([(first, 0.0), *sorted(known), (last, final)]):
+    totals = [(first, 0.0), *sorted(known), (last, final)]
+    for (step_a, total_a), (step_b, total_b) in itertools.pairwise(totals):
         if step <= step_b:
             interpolated = total_a + (total_b - total_a) * (step - step_a) / (step_b - step_a)
             # The saves may be those of somebody else's file, and exceed the final total.
@@ -323,7 +349,9 @@ def _repeated_phases(seconds: Mapping[str, float]) -> dict[str, float]:
     return {phase: seconds.get(phase, 0.0) for phase in PHASES if phase not in (BEFORE, STARTING)}
 
 
-def _milliseconds_per_step(secs: Mapping[str, float], span: tuple[int, int] | None) -> dict[str, float]:
+def _milliseconds_per_step(
+    secs: Mapping[str, float], span: tuple[int, int] | None
+) -> dict[str, float]:
     steps = _step_count(span)
     if not steps:
         return {}
@@ -344,7 +372,9 @@ def part_changes(starts: Sequence[Start]) -> list[str]:
             continue
         times = milliseconds(start)
         if earlier is not None:
-            least = max(_MIN_MILLISECONDS, _MIN_SHARE * max(sum(earlier.values()), sum(times.values())))
+            least = max(
+                _MIN_MILLISECONDS, _MIN_SHARE * max(sum(earlier.values()), sum(times.values()))
+            )
             for part, value in times.items():
                 is_similar = earlier[part] / 2 <= value <= 2 * earlier[part]
                 if is_similar or max(earlier[part], value) < least:

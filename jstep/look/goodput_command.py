@@ -11,11 +11,13 @@ from jstep.stores.urls import absolute, location
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     what = (
-        "the checkpoint_dir of a run, or its logdir if it has none, or a directory with runs below it "
-        "(a line of JSON for each run, and for a directory of runs one with their total)"
+        "the checkpoint_dir of a run, or its logdir if it has none, or a directory with runs below "
+        "it (a line of JSON for each run, and for a directory of runs one with their total)"
     )
     parser.add_argument("paths", metavar="PATH", nargs="+", help=what)
-    parser.add_argument("--prefix", help="the prefix of the run's checkpoints (default: model; of runs below: any)")
+    parser.add_argument(
+        "--prefix", help="the prefix of the run's checkpoints (default: model; of runs below: any)"
+    )
 
 
 def _print_goodput(arguments: argparse.Namespace) -> int:
@@ -37,7 +39,9 @@ def _print_path(path: str, arguments: argparse.Namespace) -> int:
         result = goodput(run.path, run.prefix)
         found.append(result)
         _print_one(name, result, arguments, path=run.path, prefix=run.prefix)
-    _print_one(f"all runs ({len(found)})", sum_of_all(found), arguments, path=where, runs=len(found))
+    _print_one(
+        f"all runs ({len(found)})", sum_of_all(found), arguments, path=where, runs=len(found)
+    )
     return complain("goodput", *problems)
 
 

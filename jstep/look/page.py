@@ -106,9 +106,11 @@ def _boxed(names: Iterable[str], rows: Sequence[str], key: str = "") -> str:
 
 
 def _warnings(sweep: Sweep) -> list[str]:
-    """What failed or is lost, as a list, and the notes on what changed, which are folded if there are several runs."""
+    """What failed or is lost, as a list, and notes on what changed, folded for several runs."""
     several = len(sweep.rows) > 1
-    warnings = [f"<li>{html_text(line)}</li>" for line in shared_ids([row.run for row in sweep.rows])]
+    warnings = [
+        f"<li>{html_text(line)}</li>" for line in shared_ids([row.run for row in sweep.rows])
+    ]
     notes: list[str] = []
     count = 0
     for row in sweep.rows:
@@ -121,10 +123,13 @@ def _warnings(sweep: Sweep) -> list[str]:
         parts.append(f'<ul class="{kind}" tabindex="0">{"".join(warnings)}</ul>')
     if notes:
         title = (
-            f"{count} note{'' if count == 1 else 's'}: what became slower or faster, and what changed between starts"
+            f"{count} note{'' if count == 1 else 's'}: what became slower or faster, and what "
+            "changed between starts"
         )
         listed = f'<ul class="{kind}" tabindex="0">{"".join(notes)}</ul>'
-        parts.append(f"<details{'' if several else ' open'}><summary>{title}</summary>{listed}</details>")
+        parts.append(
+            f"<details{'' if several else ' open'}><summary>{title}</summary>{listed}</details>"
+        )
     return parts
 
 
@@ -206,13 +211,18 @@ def _recorded(row: RunFiles) -> str:
         texts[title] = _assignments(values)
     if not texts:
         return ""
-    rows = [f"<tr><td>{html_text(title)}</td><td>{html_text(text)}</td></tr>" for title, text in texts.items()]
+    rows = [
+        f"<tr><td>{html_text(title)}</td><td>{html_text(text)}</td></tr>"
+        for title, text in texts.items()
+    ]
     table = f'<table class="facts"><tbody>{"".join(rows)}</tbody></table>'
     return f"<details open><summary>what it was given</summary>{table}</details>"
 
 
 def _assignments(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} = {truncate(value_text(value), 300)}" for name, value in values.items())
+    return ", ".join(
+        f"{name} = {truncate(value_text(value), 300)}" for name, value in values.items()
+    )
 
 
 # Several runs: a row for each run, and a small table of those that differ by a seed.
@@ -232,7 +242,9 @@ def _table(sweep: Sweep) -> list[str]:
         columns[f"last {name}"] = [_number(run.metrics.get(name)) for run in runs]
     for name, values in sweep.options.items():
         columns[name] = list(map(_option_cell, values))
-    columns["wall time"] = [_number(None if run.error else run.wall_seconds, duration_text) for run in runs]
+    columns["wall time"] = [
+        _number(None if run.error else run.wall_seconds, duration_text) for run in runs
+    ]
     columns["goodput"] = [_number(run.goodput, "{:.1%}".format) for run in runs]
     rows: list[str] = []
     for i, depth in sweep.tree():
@@ -243,7 +255,7 @@ def _table(sweep: Sweep) -> list[str]:
 
 
 def _seeds(sweep: Sweep) -> list[str]:
-    """A row for each group of runs that differ in nothing but a seed, with the numbers of those that have a value."""
+    """A row for each group of runs that differ only in a seed, and how many have a value."""
     rows: list[str] = []
     for group in sweep.groups:
         values: dict[int, float] = {}
@@ -278,7 +290,9 @@ def _best_text(sweep: Sweep) -> str:
         if values[i] is not None
     ]
     given = f" with {', '.join(options[:_NAMED_OPTIONS])}" if options else ""
-    return f"Best: {truncate(sweep.rows[i].name, _MAX_NAME)}, {best[0]:.4g} at step {best[1]}{given}. "
+    return (
+        f"Best: {truncate(sweep.rows[i].name, _MAX_NAME)}, {best[0]:.4g} at step {best[1]}{given}. "
+    )
 
 
 def _name_cell(sweep: Sweep, i: int, depth: int) -> str:
@@ -339,7 +353,7 @@ def _curves(sweep: Sweep) -> list[str]:
 
 
 def _picture_columns(sweep: Sweep, tags: Sequence[str]) -> tuple[int, int]:
-    """The number of columns of each colored curve, and of each other, such that a page of many curves stays small."""
+    """The columns of each colored curve, and of each other, so that a page of many stays small."""
     colored = 0
     neutral = 0
     for tag in tags:
@@ -357,7 +371,10 @@ def _picture_columns(sweep: Sweep, tags: Sequence[str]) -> tuple[int, int]:
 
 def _legend(sweep: Sweep) -> str:
     if len(sweep.rows) == 1:
-        text = "Marks: a start (thick), a checkpoint that is kept (short), a stage (dotted), the best value (dot)"
+        text = (
+            "Marks: a start (thick), a checkpoint that is kept (short), a stage (dotted), the best "
+            "value (dot)"
+        )
         if any(sweep.rows[0].rewound.values()):
             text += ", steps that were made again (pale)"
         return f"<p>{text}.</p>"
@@ -373,7 +390,7 @@ def _legend(sweep: Sweep) -> str:
 
 
 def _figure(sweep: Sweep, name: str, tags: Sequence[str], columns: tuple[int, int]) -> str:
-    """A picture of some scalars, in which each run has its color, or of one run each scalar its dashes.
+    """A picture of scalars, in which each run has its color, or each scalar of one run its dashes.
 
     Args:
         sweep: The runs.
@@ -407,7 +424,9 @@ def _figure(sweep: Sweep, name: str, tags: Sequence[str], columns: tuple[int, in
                 best = sweep.best[i]
             if best is not None and color != NEUTRAL:
                 value, step = best
-                marks.append(Mark("best", step, f"{text}: best {value!r} at step {step}", color, value, key))
+                marks.append(
+                    Mark("best", step, f"{text}: best {value!r} at step {step}", color, value, key)
+                )
     if is_one:
         marks += sweep.rows[0].marks()
     return picture(name, curves, marks, columns=columns, legend=is_one, style=False)
@@ -424,7 +443,9 @@ def _differences(sweep: Sweep) -> list[str]:
             text = "none" if value is None else value_text(value)
             runs.setdefault(text, []).append(truncate(row.name, _MAX_NAME))
         groups = [f"{truncate(text, 100)}: {format_list(names, 3)}" for text, names in runs.items()]
-        rows.append(f"<tr>{_cell(name, 60)}{_number(len(runs))}{_cell('; '.join(groups), 120)}</tr>")
+        rows.append(
+            f"<tr>{_cell(name, 60)}{_number(len(runs))}{_cell('; '.join(groups), 120)}</tr>"
+        )
     table = [_boxed(("what", "values", "values and their runs"), rows)] if rows else []
     if len(sweep.rows) != 2:
         return table
@@ -469,7 +490,8 @@ def _times(sweep: Sweep) -> list[str]:
 
 def _start_lines(folder: RunFolder) -> list[_TimeLine]:
     lines: list[_TimeLine] = []
-    for start, goodput in zip(folder.valid_starts, goodput_by_start(folder.valid_starts), strict=True):
+    goodputs = goodput_by_start(folder.valid_starts)
+    for start, goodput in zip(folder.valid_starts, goodputs, strict=True):
         facts = folder.facts_of(start)
         lines.append(_TimeLine(f"start {start['number']}", goodput, span_and_end(facts)))
     return lines

@@ -1,4 +1,4 @@
-"""`report`: one page of HTML about runs: their setup, their curves, where their time went, and warnings."""
+"""`report`: one page of HTML about runs: setup, curves, where their time went, and warnings."""
 
 import argparse
 import base64
@@ -45,7 +45,10 @@ class Report:
     def _repr_html_(self) -> str:
         # A frame separates its style and script from the notebook's.
         style = "width: 100%; height: 80vh; border: 0; background: white"
-        return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{html.escape(self.html)}"></iframe>'
+        return (
+            f'<iframe sandbox="allow-scripts" style="{style}" '
+            f'srcdoc="{html.escape(self.html)}"></iframe>'
+        )
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the page to a file or URL, atomically."""
@@ -59,27 +62,27 @@ def report(
     metric: str | None = None,
     mode: str | None = None,
 ) -> Report:
-    """Show runs on one page of HTML, from the files that they have written; a run may still be in progress.
+    """Show runs on one page of HTML, from the files that they wrote; a run may be in progress.
 
-    The page needs no network, server or script. It shows warnings, a table with one row for each run, with the
-    options that vary and the best value of a metric, the curves of the event files, what differs between the runs, and
-    where the time went.
+    The page needs no network, server or script. It shows warnings, a table with one row for each
+    run, with the options that vary and the best value of a metric, the curves of the event files,
+    what differs between the runs, and where the time went.
 
     Args:
         paths: A directory or URL with a run, or with runs below it; or several.
         file: A file to write the page to as well; None for no file.
-        metric: The metric that ranks the runs; None for that of a `KeepBest`, or else the first metric of an
-            evaluation, or else `"loss"`.
-        mode: `"max"` if the greatest value is the best, `"min"` if the least is; a `KeepBest` of the metric, if there
-            is one, comes before it. None means `"min"`.
+        metric: The metric that ranks the runs; None for that of a `KeepBest`, or else the first
+            metric of an evaluation, or else `"loss"`.
+        mode: `"max"` if the greatest value is the best, `"min"` if the least is; a `KeepBest` of
+            the metric, if there is one, comes before it. None means `"min"`.
 
     Returns:
         The page.
 
     Raises:
         FileNotFoundError: A directory does not exist, or has no run.
-        ValueError: `paths` is empty, no run has the metric, `mode` is neither, or `file` is a link in one of the
-            directories, which whoever made them has chosen.
+        ValueError: `paths` is empty, no run has the metric, `mode` is neither, or `file` is a link
+            in one of the directories, which whoever made them has chosen.
 
     Example:
         >>> import jax.numpy as jnp, jstep, tempfile
@@ -105,7 +108,10 @@ def report(
         raise ValueError(f"paths={places!r}: must be a path or several, got none")
     columns = _COLUMNS if len(listed) > 1 else _SINGLE_RUN_COLUMNS
     folders = RunFolders()
-    rows = [RunFiles.read(run, folders, name, columns) for run, name in zip(listed, run_names(listed), strict=True)]
+    rows = [
+        RunFiles.read(run, folders, name, columns)
+        for run, name in zip(listed, run_names(listed), strict=True)
+    ]
     page = Report(html=_page(Sweep.build(rows, metric, mode)))
     if output is not None:
         for place in [*places, *(run.path for run in listed)]:
@@ -119,7 +125,11 @@ def report(
 
 def _page(sweep: Sweep) -> str:
     title = f"Run {sweep.rows[0].name}" if len(sweep.rows) == 1 else f"{len(sweep.rows)} runs"
-    body = [f"<h2>{html_text(name)}</h2>{''.join(parts)}" for name, parts in sections(sweep).items() if parts]
+    body = [
+        f"<h2>{html_text(name)}</h2>{''.join(parts)}"
+        for name, parts in sections(sweep).items()
+        if parts
+    ]
     style = stylesheet() + _asset("report.css")
     script = _asset("report.js")
     # The browser runs this script alone: names and values on the page are somebody else's.
@@ -129,14 +139,18 @@ def _page(sweep: Sweep) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html_text(title)}</title><style>{style}</style></head>\n<body><main><h1>{html_text(title)}</h1>"
-        f"<p>As of {utc_text(time.time(), 'minutes')} UTC, by jstep {sys.modules['jstep'].__version__}.</p>\n"
+        f"<title>{html_text(title)}</title><style>{style}</style></head>\n"
+        f"<body><main><h1>{html_text(title)}</h1>"
+        f"<p>As of {utc_text(time.time(), 'minutes')} UTC, "
+        f"by jstep {sys.modules['jstep'].__version__}.</p>\n"
         f"{chr(10).join(body)}\n</main><script>{script}</script></body></html>\n"
     )
     return _INVALID.sub("\N{REPLACEMENT CHARACTER}", page)
 
 
-_INVALID = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
+_INVALID = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
+)
 """Characters that HTML must not have, and marks that reverse the order of text."""
 
 
@@ -150,9 +164,16 @@ _DEFAULT = "report.html"
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("paths", metavar="RUN", nargs="+", help="a directory or URL with a run, or with runs below it")
+    parser.add_argument(
+        "paths",
+        metavar="RUN",
+        nargs="+",
+        help="a directory or URL with a run, or with runs below it",
+    )
     parser.add_argument("--metric", metavar="NAME", help="the metric that ranks the runs")
-    parser.add_argument("--mode", choices=("max", "min"), help="whether its greatest or least value is the best")
+    parser.add_argument(
+        "--mode", choices=("max", "min"), help="whether its greatest or least value is the best"
+    )
     parser.add_argument("-o", "--output", help=f"the page (default: {_DEFAULT}); - for stdout")
 
 
@@ -166,7 +187,9 @@ def _write_page(arguments: argparse.Namespace) -> int:
         output = _DEFAULT
         # The user has not named the file, and the current directory may be somebody else's.
         if os.path.islink(output):
-            raise ValueError(f"{output}: is a link, and nothing is written through it; give the page with -o")
+            raise ValueError(
+                f"{output}: is a link, and nothing is written through it; give the page with -o"
+            )
         page = report(arguments.paths, metric=arguments.metric, mode=arguments.mode)
         replace_file(output, page.html.encode())
     else:

@@ -1,4 +1,4 @@
-"""The folder of a run: its starts, the facts about each of them, also as text, and what the run has logged."""
+"""The folder of a run: its starts, the facts about each, also as text, and what it has logged."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,17 @@ UNREADABLE = "unreadable"
 MEMORY = ("host_bytes", "host_peak_bytes", "peak_bytes")
 _SILENT = 120.0
 """Seconds after which a run on another host, whose file does not change, counts as dead."""
-_RECORDED_FACTS = ("exception", "config", "argv", "commit", "edits", "devices", "directory", "state_changes", *MEMORY)
+_RECORDED_FACTS = (
+    "exception",
+    "config",
+    "argv",
+    "commit",
+    "edits",
+    "devices",
+    "directory",
+    "state_changes",
+    *MEMORY,
+)
 """The facts about a start that are fields of its file."""
 _DERIVED_FACTS = (
     "began",
@@ -74,8 +84,8 @@ class NewestCheckpoint(NamedTuple):
 
     Attributes:
         path: Its path; None without one.
-        problems: Why those above it cannot be restored, as sentences. A restart raises an error until they are set
-            aside.
+        problems: Why those above it cannot be restored, as sentences. A restart raises an error
+            until they are set aside.
     """
 
     path: str | None
@@ -98,10 +108,12 @@ class Logdirs(NamedTuple):
 class RunFolder:
     """The folder of a run with one prefix of checkpoints.
 
-    Everything but its starts, oldest first, is read when it is first used, and once: a page asks for it several times.
+    Everything but its starts, oldest first, is read when it is first used, and once: a page asks
+    for it several times.
 
     Attributes:
-        open_store: Returns the store of its checkpoints: one for all runs of a directory, which lists it once.
+        open_store: Returns the store of its checkpoints: one for all runs of a directory, which
+            lists it once.
     """
 
     path: str
@@ -137,7 +149,11 @@ class RunFolder:
     @property
     def unreadable_starts(self) -> list[str]:
         """A sentence for each start that cannot be read."""
-        return [f"its start {start['number']} {start['problem']}" for start in self.starts if start["problem"]]
+        return [
+            f"its start {start['number']} {start['problem']}"
+            for start in self.starts
+            if start["problem"]
+        ]
 
     @functools.cached_property
     def newest_checkpoint(self) -> NewestCheckpoint:
@@ -158,7 +174,9 @@ class RunFolder:
                     newest = path
                     newest_step = step
                     break
-                problems.append(f"{split_path(path)[1]}: {misnaming_text(self.prefix, step, found)}")
+                problems.append(
+                    f"{split_path(path)[1]}: {misnaming_text(self.prefix, step, found)}"
+                )
             for path, why in store.find_broken(self.prefix, newest_step):
                 problems.append(f"{split_path(path)[1]} is corrupted: {why}")
         return NewestCheckpoint(newest, problems)
@@ -209,7 +227,7 @@ class RunFolder:
         return facts
 
     def _status_of_living(self, start: Start) -> tuple[str, str] | None:
-        """Return the status and the reason of a start that lives; None if it has ended, or its process is gone."""
+        """Return status and reason of a living start; None if it ended or its process is gone."""
         # Not in a copy: its process may live, but writes to the original.
         if self.original or start["end"] is not None:
             return None
@@ -223,11 +241,13 @@ class RunFolder:
         with contextlib.suppress(OSError):
             stalls, _ = read_stalls(self.path, self.prefix)
             for stall in stalls:
-                # Of process 0, the PID tells this start from another one; those of other processes are not recorded.
+                # Of process 0, the PID tells this start from another one; those of other processes
+                # are not recorded.
                 is_other_process = stall["process"] != 0
                 is_same_pid = stall["pid"] == process.get("pid")
                 if stall["stall"] and (is_other_process or is_same_pid):
-                    return HANGS, f"process {stall['process']} at step {stall.get('step')}: {stall['what']}"
+                    where = f"process {stall['process']} at step {stall.get('step')}"
+                    return HANGS, f"{where}: {stall['what']}"
         return RUNNING, ""
 
     def _silent_seconds(self, start: Start) -> float:
@@ -245,7 +265,7 @@ class RunFolder:
 
     @functools.cached_property
     def facts_with_changes(self) -> list[dict[str, Any]]:
-        """The facts, and as `changes` what a start changed since the previous one with a setup; None for the first."""
+        """The facts, with `changes` since the previous start with a setup; None for the first."""
         found: list[dict[str, Any]] = []
         previous: dict[str, Any] = {}
         for start, start_facts in zip(self.starts, self.facts, strict=True):
@@ -253,7 +273,8 @@ class RunFolder:
             found.append(facts)  # `changes`, or another problem, is filled in below
             current: dict[str, Any] = {} if start["problem"] else {**load_setup(self.path, start)}
             if not current.get("setup"):
-                facts["problem"] = start["problem"] or "has no setup file: what it was given is not known"
+                problem = "has no setup file: what it was given is not known"
+                facts["problem"] = start["problem"] or problem
                 continue
             if previous:
                 lines = changes(previous, current).lines
@@ -261,7 +282,8 @@ class RunFolder:
                     lines.append(f"batch {start['other_batch']} {OTHER_BATCH}")
                 facts["changes"] = lines
             if not current["setup"].get("programs") and previous:
-                # A start without a step has compiled nothing, so the next one is compared with the latest programs.
+                # A start without a step has compiled nothing, so the next one is compared with the
+                # latest programs.
                 programs = previous["setup"].get("programs")
                 current = {**current, "setup": {**current["setup"], "programs": programs}}
             previous = current
@@ -271,7 +293,7 @@ class RunFolder:
 
     @functools.cached_property
     def event_files(self) -> EventFiles:
-        """Its event files in the order of their names, which is that of their times, wherever they are."""
+        """Its event files, wherever they are, in the order of their names and so of their times."""
         files: dict[str, str] = {}
         others: list[str] = []
         run_ids = {start["run"] for start in self.valid_starts}
@@ -287,8 +309,9 @@ class RunFolder:
         problems: list[str] = []
         for logdir in self.logdirs.foreign:
             problems.append(
-                f"its logdir {truncate(logdir, 200)} is not read, as it is neither below the directory of the run "
-                "nor beside it; move the event files into that directory to see its curves"
+                f"its logdir {truncate(logdir, 200)} is not read, as it is neither below the "
+                "directory of the run nor beside it; move the event files into that directory to "
+                "see its curves"
             )
         if others:
             problems.append(f"event files of other runs are not shown: {format_list(others, 5)}")
@@ -312,12 +335,14 @@ class RunFolder:
                 readable[directory] = None
         return Logdirs(list(readable), list(foreign))
 
-    def series(self, on_corrupted: Callable[[DataLossError], None] = lambda error: None) -> dict[str, Series]:
+    def series(
+        self, on_corrupted: Callable[[DataLossError], None] = lambda error: None
+    ) -> dict[str, Series]:
         """Return the scalars of its event files by tag."""
         return read_series(self.event_files.paths, on_corrupted)
 
     def losses(self) -> dict[int, float]:
-        """The losses that it has recorded by step, in event files and as the last one of each start."""
+        """The losses that it recorded by step, in event files and as the last of each start."""
         losses: dict[int, float] = {}
         for start in self.valid_starts:
             if start["end"] is not None and start["step"] is not None and "loss" in start["values"]:
@@ -345,7 +370,9 @@ def _folders(path: str, starts_of_prefix: Mapping[str, Sequence[Start]]) -> list
         store.list_once()
         return store
 
-    return [RunFolder(path, prefix, starts, open_listed) for prefix, starts in starts_of_prefix.items()]
+    return [
+        RunFolder(path, prefix, starts, open_listed) for prefix, starts in starts_of_prefix.items()
+    ]
 
 
 def run_folder(path: str, prefix: str) -> RunFolder:
@@ -360,7 +387,7 @@ def empty_folder(path: str, prefix: str) -> RunFolder:
 
 
 class RunFolders:
-    """The folders of many runs, of which several may be in one directory: each directory is read once."""
+    """The folders of many runs; a directory is read once, also if several runs are in it."""
 
     def __init__(self) -> None:
         self._by_path: dict[str, dict[str, RunFolder]] = {}
@@ -373,7 +400,7 @@ class RunFolders:
 
 
 def logged_states(path: str, folders: Sequence[RunFolder]) -> dict[int, str]:
-    """The fingerprints of the states of a directory by step: those in it, or else in a logdir of its runs."""
+    """A directory's fingerprints by step: those in it, or else in a logdir of its runs."""
     from jstep.logs.fingerprint_log import FINGERPRINTS_FILE, read_log  # it imports JAX
 
     directories = [path]
@@ -402,7 +429,7 @@ _NOT_COMPARED = "not compared"
 
 
 def _first_batch(start: Start) -> str | None:
-    """Return how the first batch of a restart compares with the one read before it; None in older records."""
+    """Return how a restart's first batch compares with the one before; None in older records."""
     if not start["step"] or start["step"][0] == 0:
         return None
     if start["other_batch"] is not None:
@@ -424,7 +451,7 @@ def first_batch_lines(start: Mapping[str, Any]) -> list[str]:
 
 
 def lines_of_changes(starts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Describe what each of some starts changed; they are items of `RunFolder.facts_with_changes`."""
+    """Describe what each start changed; starts are items of `RunFolder.facts_with_changes`."""
     several = len({start["prefix"] for start in starts}) > 1
     for start in starts:
         lead = f"{start['prefix']}: " if several else ""
@@ -470,11 +497,11 @@ _PLACES = {
     EVALUATING: "in the evaluation",
     HOOKS: "in a hook or the body of the loop",
 }
-"""Phase → where a start was killed. Of most that are killed while stepping, the last step says it."""
+"""Phase → where a start was killed. While stepping, the last step mostly says it."""
 
 
 def end_text(start: Mapping[str, Any]) -> str:
-    """Return how a start ended and why; of one that was killed, also what it was doing, if that is known."""
+    """Return how and why a start ended; if it was killed, also what it was doing, if known."""
     status = start["status"]
     if start["phase"] in _PLACES:
         at = "" if start["last"] is None else f" at {start['last']}"
@@ -484,7 +511,9 @@ def end_text(start: Mapping[str, Any]) -> str:
 
 def span_and_end(start: Mapping[str, Any]) -> str:
     """Return which steps a start took, and how it ended."""
-    steps = "no step" if start["first"] is None else f"steps {start['first']} to {last_step_text(start)}"
+    steps = "no step"
+    if start["first"] is not None:
+        steps = f"steps {start['first']} to {last_step_text(start)}"
     return f"{steps}, {end_text(start)}"
 
 
@@ -498,21 +527,21 @@ def overlap_lines(starts: Sequence[Mapping[str, Any]]) -> list[str]:
         overlap = earlier["ended"] - later["began"]
         if overlap >= _OVERLAP_SECS:
             lines.append(
-                f"start {later['number']} began {overlap:.0f} s before start {earlier['number']} ended: its process "
-                "had begun before, or the clocks of two hosts differ"
+                f"start {later['number']} began {overlap:.0f} s before start {earlier['number']} "
+                "ended: its process had begun before, or the clocks of two hosts differ"
             )
     return lines
 
 
 def last_step_text(start: Mapping[str, Any]) -> str | None:
-    """Return the last step of a start; of one that was killed, at least as many steps were taken."""
+    """Return a start's last step; one that was killed took at least as many."""
     if start["last"] is None:
         return None
     return f"{'at least ' if start['status'] == KILLED else ''}{start['last']}"
 
 
 def table_of_starts(starts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The lines of a table of starts, which are items of `RunFolder.facts_with_changes`, and notes below it."""
+    """The lines of a table of starts, items of `RunFolder.facts_with_changes`, and its notes."""
     times = [start["milliseconds"] or {} for start in starts]
     parts = [part for part in times[0] if any(start_times.get(part) for start_times in times)]
     rows: list[dict[str, Any]] = []
@@ -533,9 +562,13 @@ def table_of_starts(starts: Sequence[Mapping[str, Any]]) -> list[str]:
         if start["problem"]:
             notes.append(f"start {start['number']} {start['problem']}")
         elif start["changes"]:
-            notes.append(f"start {start['number']} changed: {format_list(start['changes'], SHOWN, '; ')}")
+            notes.append(
+                f"start {start['number']} changed: {format_list(start['changes'], SHOWN, '; ')}"
+            )
         notes += [f"start {start['number']}: {line}" for line in first_batch_lines(start)]
-        notes += [f"start {start['number']}, its state was {line}" for line in state_change_lines(start)]
+        notes += [
+            f"start {start['number']}, its state was {line}" for line in state_change_lines(start)
+        ]
     notes += overlap_lines(starts)
     directories = dict.fromkeys(start["directory"] for start in starts if start["directory"])
     if len(directories) > 1:

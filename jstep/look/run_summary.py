@@ -1,4 +1,4 @@
-"""The summary of a run: what was trained, how it ended or whether it is running, and later starts that took no step."""
+"""The summary of a run: what it trained, how it ended or runs, and later starts without a step."""
 
 import contextlib
 import dataclasses
@@ -26,15 +26,17 @@ _SHOWN = 100
 class RunSummary:
     """Summary of one run: a directory and a checkpoint prefix with a record of starts.
 
-    `last_step`, `config`, `commit`, `edits`, `devices` and `parameters` are those of the newest start that took a step,
-    if one did. `status`, `reason` and `exception` are those of a living start, or else of the one that ended the run.
+    `last_step`, `config`, `commit`, `edits`, `devices` and `parameters` are those of the newest
+    start that took a step, if one did. `status`, `reason` and `exception` are those of a living
+    start, or else of the one that ended the run.
 
     Attributes:
         path: The directory or URL.
         prefix: The prefix of its checkpoints.
-        status: `"running"`, `"hangs"`, `"finished"`, `"interrupted"`, `"failed"`, `"killed"`, or `"unreadable"`.
-        reason: Why it finished, which signal or exception ended it, what it is waiting for, or that its newest start
-            cannot be read; may be empty.
+        status: `"running"`, `"hangs"`, `"finished"`, `"interrupted"`, `"failed"`, `"killed"`, or
+            `"unreadable"`.
+        reason: Why it finished, which signal or exception ended it, what it is waiting for, or that
+            its newest start cannot be read; may be empty.
         step: The last step that is known; 0 before the first one.
         last_step: The step at which it ends; None if something else ends it, or if it is not known.
         metrics: Name → last value, of scalar metrics and of evaluations.
@@ -45,7 +47,8 @@ class RunSummary:
         devices: The devices, such as `"2×NVIDIA H100"`.
         parent: The checkpoint that it branched from, and its step, or None.
         error: Why it cannot be read, or None.
-        parameters: The number of parameters. This and the following fields are None, empty or 0 if unknown.
+        parameters: The number of parameters. This and the following fields are None, empty or 0 if
+            unknown.
         peak_bytes: The peak memory of a device, the largest.
         mfu: The utilization of the devices.
         goodput: The share of its time in which it trained.
@@ -58,17 +61,20 @@ class RunSummary:
         host: The host of the newest start.
         pid: The process ID of the newest start.
         examples: The number of examples that were trained on until `step`.
-        best_checkpoints: Name → path of the checkpoint with the best value, which `start_from` takes.
-        refused: The newest later start that took no step and has ended: `time`, `status`, `reason`, `exception` and
-            `config`.
-        starts: The starts, oldest first, at most the last 100, each with its `number`, `first` and `last` step,
-            `status`, `reason`, `config`, `saved`, `milliseconds` a step of each phase, and `state_changes`; all fields
-            are in `docs/recipes/branches.md`. If one cannot be read, its `problem` says why.
+        best_checkpoints: Name → path of the checkpoint with the best value, which `start_from`
+            takes.
+        refused: The newest later start that took no step and has ended: `time`, `status`, `reason`,
+            `exception` and `config`.
+        starts: The starts, oldest first, at most the last 100, each with its `number`, `first` and
+            `last` step, `status`, `reason`, `config`, `saved`, `milliseconds` a step of each phase,
+            and `state_changes`; all fields are in `docs/recipes/branches.md`. If one cannot be
+            read, its `problem` says why.
         starts_count: The number of all starts.
-        newest_checkpoint: The path of its newest checkpoint that is not corrupted, as far as its manifest shows; None
-            if there is none. A restart resumes from it, if `reason` names no newer one that is.
-        best_notes: Name → that the best value was measured with another config or on other data, or that a better one
-            is its parent's.
+        newest_checkpoint: The path of its newest checkpoint that is not corrupted, as far as its
+            manifest shows; None if there is none. A restart resumes from it, if `reason` names no
+            newer one that is.
+        best_notes: Name → that the best value was measured with another config or on other data, or
+            that a better one is its parent's.
         former_paths: The directories in which it was before it was moved.
         metrics_left_out: The number of further metrics, for which there is no room in its record.
     """
@@ -136,7 +142,9 @@ def as_json_fields(run: RunSummary) -> dict[str, Any]:
 
 
 def unreadable_run(where: str, prefix: str, error: Exception) -> RunSummary:
-    why = str(error) if isinstance(error, OSError | ValueError) else f"its record is damaged: {error!r}"
+    why = f"its record is damaged: {error!r}"
+    if isinstance(error, OSError | ValueError):
+        why = str(error)
     return RunSummary(path=where, prefix=prefix, status=UNREADABLE, error=printable(why))
 
 
@@ -156,17 +164,23 @@ def _summary(folder: RunFolder) -> RunSummary:
     Each of these starts answers for a part of it:
 
     - `newest`: the ID of the run, and its parent.
-    - `trained`: what was trained. It is the newest one that took a step, or one that takes steps now.
-    - `ending`: the metrics. It is `trained`, or a later one that only called the hooks that were left.
-    - `active`, if a start lives: the status, host and PID. Otherwise the status is of `ending`, the others of `newest`.
+    - `trained`: what was trained. It is the newest one that took a step, or one that takes steps
+      now.
+    - `ending`: the metrics. It is `trained`, or a later one that only called the hooks that were
+      left.
+    - `active`, if a start lives: the status, host and PID. Otherwise the status is of `ending`, the
+      others of `newest`.
     """
     starts = folder.valid_starts
     newest = starts[-1]
     facts = folder.facts
     living = [start_facts for start_facts in facts if start_facts["status"] in (RUNNING, HANGS)]
-    # Several may live, if a run was started twice. We show the newest that takes steps, or else the newest.
+    # Several may live, if a run was started twice. We show the newest that takes steps, or else the
+    # newest.
     active = max(
-        living, key=lambda start_facts: (start_facts["first"] is not None, start_facts["number"]), default=None
+        living,
+        key=lambda start_facts: (start_facts["first"] is not None, start_facts["number"]),
+        default=None,
     )
     latest = active or folder.facts_of(newest)
     trained = folder.representative
@@ -182,11 +196,14 @@ def _summary(folder: RunFolder) -> RunSummary:
     for start_facts in living:
         if start_facts is not active:
             reasons.append(
-                f"start {start_facts['number']} (process {start_facts['pid']} on {start_facts['host']}) {RUNNING}, too"
+                f"start {start_facts['number']} (process {start_facts['pid']} on "
+                f"{start_facts['host']}) {RUNNING}, too"
             )
     ended = None
     if not living:
-        ended = max(start_facts["ended"] for start_facts in facts if start_facts["ended"] is not None)
+        ended = max(
+            start_facts["ended"] for start_facts in facts if start_facts["ended"] is not None
+        )
     wall_seconds = math.fsum(secs for start in starts for secs in start["seconds"].values())
     peaks = [start["peak_bytes"] or 0 for start in starts]
     utilization = None
@@ -252,7 +269,7 @@ def _former_paths(folder: RunFolder) -> list[str]:
 
 
 def _ending(starts: Sequence[Start], trained: Start) -> Start:
-    """The start that ended a run: the one that trained, or a later one that only called the hooks that were left."""
+    """The start that ended a run: one that trained, or a later one that called remaining hooks."""
     if trained["step"] is None or _has_finished(trained):
         return trained
     reached = trained["step"][1]
@@ -272,7 +289,7 @@ def _has_finished(start: Start) -> bool:
 
 
 def _refused(facts: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any] | None:
-    """The newest start that ended without a step, if it is later than the one that ended the run."""
+    """The newest start that ended without a step, if it is later than the run's ending one."""
     for start_facts in reversed(facts):
         if start_facts["number"] <= number or start_facts["first"] is not None:
             return None
@@ -287,7 +304,8 @@ def _refused(facts: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any] 
 def _examples(starts: Sequence[Start]) -> int | None:
     """The number of examples up to the last step; None if the rows of a batch are unknown."""
     count = 0.0
-    # From the newest start to the oldest: the steps of a start after `limit` were repeated by a later one.
+    # From the newest start to the oldest: the steps of a start after `limit` were repeated by a
+    # later one.
     limit = math.inf
     for start in reversed(starts):
         first, last = start["step"] or (0, 0)
@@ -301,7 +319,7 @@ def _examples(starts: Sequence[Start]) -> int | None:
 
 
 def _best(folder: RunFolder, start: Start) -> tuple[dict[str, tuple[float, int]], dict[str, str]]:
-    """The best values with their steps, and their checkpoints, if these exist and are of the run's own steps.
+    """The best values with their steps, and their checkpoints if they exist and are the run's own.
 
     A checkpoint elsewhere that somebody else recorded is not looked for: it is as recorded.
     """
@@ -329,7 +347,7 @@ def _is_checkpoint(path: str) -> bool:
 
 
 def _best_notes(folder: RunFolder, ending: Start, trained: Start) -> dict[str, str]:
-    """Notes on best values that do not compare with the newest start, or are worse than the parent's."""
+    """Notes on best values not comparable with the newest start, or worse than the parent's."""
     notes = _notes_on_parent(folder, ending)
     for name in ending["best"]:
         if name in notes:
@@ -341,7 +359,7 @@ def _best_notes(folder: RunFolder, ending: Start, trained: Start) -> dict[str, s
 
 
 def _notes_on_parent(folder: RunFolder, ending: Start) -> dict[str, str]:
-    """Name → a note for each metric whose best value is better in the steps before the branch than after it."""
+    """Name → a note for each metric whose best value before the branch beats that after it."""
     notes: dict[str, str] = {}
     parent_step = _parent_step(ending)
     inherited = _best_of_parent(folder, ending)
@@ -360,7 +378,7 @@ def _notes_on_parent(folder: RunFolder, ending: Start) -> dict[str, str]:
 
 
 def _note_on_origin(folder: RunFolder, ending: Start, trained: Start, name: str) -> str | None:
-    """Say why the best value of a metric may not compare with the values of the start that trained last."""
+    """Say why a metric's best value may not compare with those of the last start that trained."""
     _, step, path = ending["best"][name]
     if step > _parent_step(ending) and _where_to_look(path, folder.recorded_run(ending)) is None:
         return "as recorded: its checkpoint is elsewhere, and was not looked for"
@@ -417,7 +435,7 @@ def _parent(folder: RunFolder, start: Start) -> tuple[str, int] | None:
 
 
 def _where_to_look(path: str, run: RecordedRun) -> str | None:
-    """The path at which to look for a checkpoint, which may have been moved with its run; None if nobody may look."""
+    """The path to look for a checkpoint, moved with its run or not; None if nobody may look."""
     moved = run.moved(path)
     if moved == path or run.directory is None:
         return run.find(path)

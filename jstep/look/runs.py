@@ -16,7 +16,16 @@ from jstep.array_store.listing import REPLACED, has_data
 from jstep.array_store.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, format_list, truncate
 from jstep.core.tables import breadth, columns, fold, html_table, printable
-from jstep.look.cli import DIFFERENT, OK, Command, as_json_answer, choose, complain, local_text, local_zone
+from jstep.look.cli import (
+    DIFFERENT,
+    OK,
+    Command,
+    as_json_answer,
+    choose,
+    complain,
+    local_text,
+    local_zone,
+)
 from jstep.look.run_folder import RunFolders, end_text, run_folders, table_of_starts
 from jstep.look.run_summary import RunSummary, as_json_fields, summarize, unreadable_run
 from jstep.record.differences import is_setting, values_of
@@ -27,7 +36,7 @@ from jstep.stores.urls import absolute, is_url, join_path, location, resolve_pat
 
 
 class RunList(list[RunSummary]):
-    """A list of runs, parents before their branches; `str()` is a table, and a notebook shows one."""
+    """A list of runs, parents before branches; `str()` is a table, and a notebook shows one."""
 
     def __str__(self) -> str:
         return "\n".join(_lines(tree(self), main_metrics(self, None), {}))
@@ -35,10 +44,12 @@ class RunList(list[RunSummary]):
     def _repr_html_(self) -> str:
         listed = tree(self)
         head, *rows = _cells(listed, main_metrics(self, None), {})
-        return html_table(f"{len(self)} run{'' if len(self) == 1 else 's'}", rows, head, messages(listed))
+        return html_table(
+            f"{len(self)} run{'' if len(self) == 1 else 's'}", rows, head, messages(listed)
+        )
 
     def differences(self) -> dict[str, list[Any]]:
-        """Return what differs between the runs, by the names that `jstep diff` shows, options first.
+        """Return what differs between the runs, by the names of `jstep diff`, options first.
 
         Returns:
             Name → the value of each run, in the order of the list; None if a run has none.
@@ -54,9 +65,10 @@ def _start_with_setup(folders: RunFolders, run: RunSummary) -> Mapping[str, Any]
 
 
 def differences_of(starts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return name → the value of each start, of what differs between them; a start may be empty, and is then unknown.
+    """Return name → the values of the starts, for what differs; an empty start is unknown.
 
-    A hash, of which only the beginning is shown, is left out if another value of its section differs, too.
+    A hash, of which only the beginning is shown, is left out if another value of its section
+    differs, too.
     """
     values_of_starts = [values_of(start) if start else {} for start in starts]
     sections: dict[str, str] = {}
@@ -110,7 +122,8 @@ def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> Run
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
         >>> root = tempfile.mkdtemp()
         >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
-        >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), 9, checkpoint_dir=f"{root}/base")
+        >>> batches = lambda step: jnp.ones(())
+        >>> state = jstep.train(train_step, state, batches, 9, checkpoint_dir=f"{root}/base")
         >>> [(run.status, run.step, sorted(run.metrics)) for run in jstep.runs(root)]
         [('finished', 9, ['learning_rate', 'loss'])]
     """
@@ -137,7 +150,9 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> RunList:
     for path in paths:
         runs_of_path = runs(path)
         if not runs_of_path:
-            raise FileNotFoundError(f"{os.fspath(path)}: no run is there; a run has a folder {FOLDER}/")
+            raise FileNotFoundError(
+                f"{os.fspath(path)}: no run is there; a run has a folder {FOLDER}/"
+            )
         found.append(runs_of_path)
     if len(found) == 1:
         return found[0]
@@ -154,7 +169,7 @@ def distinct(found: Iterable[RunSummary]) -> RunList:
 
 
 def _recorded_directories(root: str) -> list[tuple[str, OSError | None]]:
-    """The directories with records, at and below a path, and those that cannot be opened, with the error.
+    """The directories with records at and below a path, and those that do not open, with the error.
 
     Checkpoints are not searched, and each directory is searched once. Links are followed last.
     """
@@ -171,8 +186,8 @@ def _recorded_directories(root: str) -> list[tuple[str, OSError | None]]:
     links: list[str] = []
     while waiting or links:
         if not waiting:
-            # Not in the order of the names: a directory that is also found without a link has its own path, not that
-            # of the link.
+            # Not in the order of the names: a directory that is also found without a link has its
+            # own path, not that of the link.
             waiting = sorted(links, reverse=True)
             links = []
         folder = waiting.pop()
@@ -212,7 +227,10 @@ def hint_at_runs(path: str, found: Sequence[RunSummary]) -> str:
     if not found or any(resolve_path(run.path) == resolve_path(path) for run in found):
         return ""
     names = format_list(run_names(found), 5)
-    return f"{path} is a directory of runs ({names}): `jstep runs {path}` lists them; give the path of one"
+    return (
+        f"{path} is a directory of runs ({names}): `jstep runs {path}` lists them; give the path "
+        "of one"
+    )
 
 
 # The table.
@@ -264,7 +282,7 @@ def tree(summaries: Sequence[RunSummary]) -> list[Row]:
 
 
 def _parents_among(summaries: Sequence[RunSummary]) -> Callable[[RunSummary], RunSummary | None]:
-    """Return a function that finds the parent of a run by its run ID: of copies, the one at the recorded path."""
+    """Return a function that finds a run's parent by ID; of copies, that at the recorded path."""
     runs_of_id = _group_by_id(summaries)
 
     def find_parent(run: RunSummary) -> RunSummary | None:
@@ -329,8 +347,9 @@ def _parent_path(run: RunSummary, recorded: str, parent: RunSummary | None) -> s
     """
     directory, checkpoint = split_path(recorded)
     resolved = _resolved(directory, run)
+    has_other_parent = run.parent_run not in (None, run.run_id)
     # Where the parent was is the branch itself now.
-    is_own_directory = resolved == resolve_path(run.path) and run.parent_run not in (None, run.run_id)
+    is_own_directory = resolved == resolve_path(run.path) and has_other_parent
     is_there = not is_own_directory and _may_be_opened(directory, run) and is_directory(directory)
     if parent is not None and parent is not run and not is_there:
         best = join_path(parent.path, split_path(directory)[1])
@@ -349,10 +368,15 @@ def shared_ids(summaries: Sequence[RunSummary]) -> list[str]:
     for run_id, copies in _group_by_id(summaries).items():
         # Not if it is one directory with several prefixes.
         if len({run.path for run in copies}) > 1:
-            shared.append(f"{format_list([names[id(run)] for run in copies], 5)} have the run ID {run_id}")
+            shared.append(
+                f"{format_list([names[id(run)] for run in copies], 5)} have the run ID {run_id}"
+            )
     if not shared:
         return []
-    why = "all but one are copies; a branch is below the one at the path that it recorded, else below none"
+    why = (
+        "all but one are copies; a branch is below the one at the path that it recorded, else "
+        "below none"
+    )
     return [f"{format_list(shared, 5, '; ')}: {why}"]
 
 
@@ -361,7 +385,7 @@ _MOST_METRICS = 4
 
 
 def main_metrics(summaries: Iterable[RunSummary], globs: str | None) -> list[str]:
-    """The columns of metrics that the globs name, by default the losses, and those with a best value."""
+    """The columns of metrics that globs name; by default losses, and those with a best value."""
     names: dict[str, None] = {}
     best: set[str] = set()
     for run in summaries:
@@ -379,7 +403,10 @@ def main_metrics(summaries: Iterable[RunSummary], globs: str | None) -> list[str
 
 
 def run_names(summaries: Sequence[RunSummary]) -> list[str]:
-    """Return the paths of runs below the directory that they share, or their last names; a prefix other than model."""
+    """Return the paths of runs below their common directory, or their last names.
+
+    A prefix other than model follows.
+    """
     paths = [run.path for run in summaries]
     shared = os.path.commonpath(paths) if paths and not any(map(is_url, paths)) else ""
     names: list[str] = []
@@ -393,8 +420,11 @@ def run_names(summaries: Sequence[RunSummary]) -> list[str]:
     return names
 
 
-def _cells(rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str, Sequence[Any]]) -> list[list[str]]:
-    table = [["run", "status", "step", "saved", *metrics, *differences, f"since ({local_zone()})", "wall", "on"]]
+def _cells(
+    rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str, Sequence[Any]]
+) -> list[list[str]]:
+    head = ["run", "status", "step", "saved", *metrics, *differences]
+    table = [[*head, f"since ({local_zone()})", "wall", "on"]]
     names = run_names([row.run for row in rows])
     for i, (run, branch, _) in enumerate(rows):
         name = branch + names[i] + _former_name(run)
@@ -445,7 +475,8 @@ def status_text(run: RunSummary) -> str:
         trained = [start for start in run.starts if start["first"] is not None]
         text = end_text({**(trained or run.starts)[-1], "status": run.status, "reason": run.reason})
     if run.refused is not None:
-        what = f"{run.refused['status']}: {run.refused['reason']}".removeprefix("failed: ").rstrip(": ")
+        what = f"{run.refused['status']}: {run.refused['reason']}"
+        what = what.removeprefix("failed: ").rstrip(": ")
         text += f"; refused at {local_text(run.refused['time'])}: {what}"
     return text
 
@@ -470,7 +501,9 @@ def duration_text(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 3600:.2f} h"
 
 
-def _lines(rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str, Sequence[Any]]) -> list[str]:
+def _lines(
+    rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str, Sequence[Any]]
+) -> list[str]:
     """The lines of a table that fits the terminal, if any, and what there is to say below it."""
     cells = _cells(rows, metrics, differences)
     width = shutil.get_terminal_size((0, 0)).columns
@@ -502,11 +535,23 @@ _FIELDS = {
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("paths", metavar="DIR", nargs="+", help="a directory or URL with runs below it")
-    parser.add_argument("--metrics", metavar="GLOBS", help="the metrics to show, such as 'loss,validation/*'")
-    parser.add_argument("--sort", metavar="NAME", help="sort by a column or a metric, ascending, in a flat table")
-    parser.add_argument("--starts", action="store_true", help="show the starts of each run, and what changed at each")
-    parser.add_argument("--differences", action="store_true", help="also show what differs between the runs")
+    parser.add_argument(
+        "paths", metavar="DIR", nargs="+", help="a directory or URL with runs below it"
+    )
+    parser.add_argument(
+        "--metrics", metavar="GLOBS", help="the metrics to show, such as 'loss,validation/*'"
+    )
+    parser.add_argument(
+        "--sort", metavar="NAME", help="sort by a column or a metric, ascending, in a flat table"
+    )
+    parser.add_argument(
+        "--starts",
+        action="store_true",
+        help="show the starts of each run, and what changed at each",
+    )
+    parser.add_argument(
+        "--differences", action="store_true", help="also show what differs between the runs"
+    )
 
 
 def _print_starts(rows: Sequence[Row], arguments: argparse.Namespace) -> int:
@@ -542,7 +587,9 @@ def _print_runs(arguments: argparse.Namespace) -> int:
         fields = [as_json_fields(run) for run in summaries]
         if arguments.differences:
             for i, run_fields in enumerate(fields):
-                run_fields["differences"] = {name: values[i] for name, values in differences.items()}
+                run_fields["differences"] = {
+                    name: values[i] for name, values in differences.items()
+                }
         print(as_json_answer(fields))
     else:
         print("\n".join(_lines(rows, metrics, differences)))
@@ -550,7 +597,9 @@ def _print_runs(arguments: argparse.Namespace) -> int:
     return DIFFERENT if any(run.error for run in summaries) else OK
 
 
-def _values_of(name: str, summaries: Sequence[RunSummary], differences: Mapping[str, Sequence[Any]]) -> Sequence[Any]:
+def _values_of(
+    name: str, summaries: Sequence[RunSummary], differences: Mapping[str, Sequence[Any]]
+) -> Sequence[Any]:
     """The values of a column, a metric or an option, by which runs are sorted."""
     if name in _FIELDS:
         return [getattr(run, _FIELDS[name]) for run in summaries]

@@ -21,12 +21,18 @@ from jstep.stores.urls import absolute, join_path, location, split_path
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "the checkpoint_dir of a run, or its logdir if it has none; or a directory with runs below it"
+    what = (
+        "the checkpoint_dir of a run, or its logdir if it has none; "
+        "or a directory with runs below it"
+    )
     parser.add_argument("paths", metavar="RUN", nargs="+", help=what)
 
 
 class _Run(NamedTuple):
-    """A run whose stalls are shown; of a directory without a record, the prefix is None, and all files are read."""
+    """A run whose stalls are shown.
+
+    The prefix is None for a directory without a record, of which all files are read.
+    """
 
     name: str
     path: str
@@ -44,7 +50,10 @@ def _print_stalls(arguments: argparse.Namespace) -> int:
             continue
         found = find_runs([path])
         unreadable += [f"{run.path}: {run.error}" for run in found if run.error is not None]
-        listed += [_Run(name, run.path, run.prefix or None) for name, run in zip(run_names(found), found, strict=True)]
+        listed += [
+            _Run(name, run.path, run.prefix or None)
+            for name, run in zip(run_names(found), found, strict=True)
+        ]
     stalled: list[dict[str, Any]] = []
     ended: list[dict[str, Any]] = []
     # Each once: two runs in a directory have the same unreadable files.
@@ -65,7 +74,11 @@ def _print_stalls(arguments: argparse.Namespace) -> int:
     lines = _lines(stalled, len(listed) > 1)
     for run_fields in ended:
         name = f" of {run_fields['run']}" if len(listed) > 1 else ""
-        lines += ["", f"before the processes{name} ended, at {local_text(run_fields['at'])} ({local_zone()}):"]
+        lines += [
+            "",
+            f"before the processes{name} ended, at {local_text(run_fields['at'])} "
+            f"({local_zone()}):",
+        ]
         lines += [*_lines([run_fields], False), *run_fields["missing_threads"]]
     fields = {
         "stalls": [stall for run_fields in stalled for stall in run_fields["stalls"]],
@@ -99,7 +112,9 @@ def _lines(stalled: Sequence[dict[str, Any]], are_named: bool) -> list[str]:
             star = "*" if stall in waited_for else ""
             rows.append({"run": run_fields["run"], **stall, "for": seconds, "": star})
         for processes in format_ranges(missing):
-            rows.append({"run": run_fields["run"], "process": processes, "what": "no sign of life", "": "*"})
+            rows.append(
+                {"run": run_fields["run"], "process": processes, "what": "no sign of life", "": "*"}
+            )
     if not rows:
         return ["no process hangs now"]
     names = ["", "run", "process", "host", "pid", "for", "what", "line"]

@@ -1,4 +1,4 @@
-"""What a page shows about runs: their files, the metric that ranks them, the options that vary, groups by seed."""
+"""What a page shows of runs: files, the metric that ranks them, varied options, seed groups."""
 
 import dataclasses
 import itertools
@@ -91,7 +91,9 @@ class RunFiles:
             warnings += _warnings(run, folder)
             notes += _notes(folder)
             warnings += folder.event_files.problems
-            series = folder.series(lambda error: warnings.append(f"{error}; what follows is not shown"))
+            series = folder.series(
+                lambda error: warnings.append(f"{error}; what follows is not shown")
+            )
             warnings += _not_finite(series)
             warnings += _skipped(series)
         except Exception as error:
@@ -111,7 +113,7 @@ class RunFiles:
         return cls(run, name, folder, warnings=unique, notes=notes, series=thinned, rewound=rewound)
 
     def marks(self) -> list[Mark]:
-        """The steps at which a start, a stage or a checkpoint is marked in a picture; none for step 0."""
+        """The steps marked in a picture for starts, stages and checkpoints; none for step 0."""
         marks: list[Mark] = []
         for start in self.folder.valid_starts:
             first, _ = start["step"] or (0, 0)
@@ -124,7 +126,9 @@ class RunFiles:
                 marks.append(Mark("stage", int(step), f"stage {name}"))
         if not is_url(self.run.path):
             # Of one step there may be two: the old one, while the new one replaces it.
-            steps = dict.fromkeys(found.step for found in possible_checkpoints(self.run.path, self.run.prefix))
+            steps = dict.fromkeys(
+                found.step for found in possible_checkpoints(self.run.path, self.run.prefix)
+            )
             marks += [Mark("checkpoint", step, f"checkpoint {step}") for step in steps]
         return marks
 
@@ -139,7 +143,8 @@ def _thinned(steps: Sequence[int], values: Sequence[float], columns: int) -> Poi
 def _warnings(run: RunSummary, folder: RunFolder) -> Iterator[str]:
     """Say what failed and what is lost, before what else is unusual."""
     yield from folder.newest_checkpoint.problems
-    if run.status not in (FINISHED, RUNNING, FAILED, KILLED):  # what failed or was killed is among the starts
+    if run.status not in (FINISHED, RUNNING, FAILED, KILLED):
+        # What failed or was killed is among the starts.
         yield status_text(run)
     yield from _failed_starts(folder.facts)
     yield from _lost_steps(folder.facts)
@@ -151,11 +156,12 @@ def _warnings(run: RunSummary, folder: RunFolder) -> Iterator[str]:
 
 
 def _failed_starts(starts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Name the starts that failed, were killed or took no step; consecutive ones that ended alike together."""
+    """Name the starts that failed, were killed or took no step; consecutive like ones together."""
     ends: list[tuple[str, list[int]]] = []
     for start in starts:
         has_ended = start["ended"] is not None
-        if not has_ended or (start["first"] is not None and start["status"] not in (FAILED, KILLED)):
+        took_steps = start["first"] is not None
+        if not has_ended or (took_steps and start["status"] not in (FAILED, KILLED)):
             continue
         text = span_and_end(start)
         if ends and ends[-1][0] == text and ends[-1][1][-1] == start["number"] - 1:
@@ -166,7 +172,9 @@ def _failed_starts(starts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         earlier = sum(len(numbers) for _, numbers in ends[:-_MAX_ENDS])
         yield f"{earlier} earlier starts failed, were killed or took no step"
     for text, numbers in ends[-_MAX_ENDS:]:
-        name = f"start {numbers[0]}" if len(numbers) == 1 else f"starts {numbers[0]} to {numbers[-1]}"
+        name = f"start {numbers[0]}"
+        if len(numbers) > 1:
+            name = f"starts {numbers[0]} to {numbers[-1]}"
         yield f"{name}: {text}"
 
 
@@ -195,8 +203,8 @@ def _stall_warnings(run: RunSummary, folder: RunFolder) -> Iterator[str]:
         for stall in start["stalls"]:
             what = truncate(str(stall.get("what")), 200)
             yield (
-                f"process {stall.get('process')} stalled for {stall.get('stalled')} s at step {stall.get('step')}: "
-                f"{what}"
+                f"process {stall.get('process')} stalled for {stall.get('stalled')} s at step "
+                f"{stall.get('step')}: {what}"
             )
     ended, _ = read_stalls(run.path, run.prefix, ended=True)
     for process in ended:
@@ -216,7 +224,7 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[str]:
 
 
 def _skipped(series: Mapping[str, Series]) -> Iterator[str]:
-    """Name the step since which all updates are skipped, unless it is a single one, as a loss scale skips it."""
+    """Name the step since which all updates are skipped, unless only one, as by a loss scale."""
     points = series.get(_SKIPPED)
     if points is None:
         return
@@ -224,14 +232,17 @@ def _skipped(series: Mapping[str, Series]) -> Iterator[str]:
     while count < len(points.values) and points.values[-1 - count] == 1:
         count += 1
     if count > 1:
-        yield f"all {count} logged updates from step {points.steps[-count]} on were skipped, as they were not finite"
+        yield (
+            f"all {count} logged updates from step {points.steps[-count]} on were skipped, as they "
+            "were not finite"
+        )
 
 
 # The metric.
 
 
 class Ranking(NamedTuple):
-    """The metric by which runs are ranked, and whether its largest or its smallest value is the best."""
+    """The metric that ranks runs, and whether its largest or its smallest value is the best."""
 
     name: str
     is_max: bool
@@ -241,7 +252,11 @@ class Ranking(NamedTuple):
 
     @classmethod
     def choose(cls, rows: Sequence[RunFiles], name: str | None, mode: str | None) -> "Ranking":
-        """Choose the named metric, else that of a `KeepBest`, else the first one of an evaluation, else the loss."""
+        """Choose the metric that ranks the runs.
+
+        It is the named one, else that of a `KeepBest`, else the first one of an evaluation, else
+        the loss.
+        """
         names: dict[str, None] = {}
         for row in rows:
             names |= dict.fromkeys([*row.run.metrics, *row.run.best, *row.series])
@@ -255,7 +270,7 @@ class Ranking(NamedTuple):
         return cls(name, mode == "max" if is_max is None else is_max)
 
     def best(self, row: RunFiles) -> tuple[float, int] | None:
-        """The best value of a run and its step, as `KeepBest` knows it, or of its points, or the last one."""
+        """A run's best value and its step, as `KeepBest` knows it, of its points, or the last."""
         value, step = row.run.best.get(self.name, (math.nan, 0))
         if math.isfinite(value):
             return value, step
@@ -316,7 +331,8 @@ def _is_max(rows: Sequence[RunFiles], name: str) -> bool | None:
 
 
 def is_finite_number(value: object) -> bool:
-    # Not `isinstance`, as a bool is an int; and not `math.isfinite`, which an int of many digits overflows.
+    # Not `isinstance`, as a bool is an int; and not `math.isfinite`, which an int of many digits
+    # overflows.
     return type(value) in (int, float) and abs(value) < 1e300  # type: ignore[arg-type]
 
 
@@ -326,15 +342,21 @@ def value_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def varied_options(rows: Sequence[RunFiles], differences: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """Short name → the values of an option of configs that varies; if no run has a config, of a hyperparameter."""
+def varied_options(
+    rows: Sequence[RunFiles], differences: Mapping[str, Sequence[Any]]
+) -> dict[str, Sequence[Any]]:
+    """Short name → the values of each option of configs that varies.
+
+    If no run has a config, they are those of hyperparameters.
+    """
     if any(row.run.config for row in rows):
         names = [name for name in differences if name.startswith(SECTIONS["config"])]
     else:
         numbers = _hyperparameters(rows)
         names = [name for name in differences if name in numbers]
     paths = [name.removeprefix(SECTIONS["config"]) for name in names]
-    # Counted once, and not for each name: somebody else's config may have as many as a file can hold.
+    # Counted once, and not for each name: somebody else's config may have as many as a file can
+    # hold.
     keys = Counter(path.rpartition("/")[2] for path in paths)
     varied: dict[str, Sequence[Any]] = {}
     for name, path in zip(names, paths, strict=True):
@@ -366,13 +388,16 @@ def is_seed(name: str) -> bool:
     return re.search(r"(?<![a-z])seeds?(?![a-z])", words) is not None
 
 
-def seed_groups(rows: Sequence[RunFiles], differences: Mapping[str, Sequence[Any]]) -> list[list[int]]:
+def seed_groups(
+    rows: Sequence[RunFiles], differences: Mapping[str, Sequence[Any]]
+) -> list[list[int]]:
     """Indices of runs, two or more, that have the same parent and differ only in their seeds."""
     seeds = [values for name, values in differences.items() if is_seed(name)]
     others = [values for name, values in differences.items() if not is_seed(name)]
     groups: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
-        # A run that is not known to have trained, of which all differences are None, is in no group.
+        # A run that is not known to have trained, of which all differences are None, is in no
+        # group.
         if row.folder.start_with_setup:
             key = json.dumps([row.run.parent, *[values[i] for values in others]], default=str)
             groups.setdefault(key, []).append(i)
@@ -438,6 +463,8 @@ class Sweep:
         return sorted(colored, key=lambda i: self.colors[i])
 
     def tree(self) -> list[tuple[int, int]]:
-        """The runs in the order of the table, branches below their parents: index and depth of each."""
+        """The runs in the table's order, branches below parents: index and depth of each."""
         index = {id(row.run): i for i, row in enumerate(self.rows)}
-        return [(index[id(row.run)], row.depth) for row in rows_of_tree([row.run for row in self.rows])]
+        return [
+            (index[id(row.run)], row.depth) for row in rows_of_tree([row.run for row in self.rows])
+        ]

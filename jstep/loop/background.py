@@ -1,4 +1,4 @@
-"""Calls of the user's hooks in the background: `flush` before a checkpoint exists, and `saved` after it."""
+"""Calls of the user's hooks in the background: `flush` before a checkpoint, `saved` after it."""
 
 import threading
 from collections.abc import Sequence
@@ -24,7 +24,10 @@ class BackgroundHooks:
         self._thread: int | None = None  # of the call of `saved` in progress
 
     def flush(self) -> None:
-        """Flush everything that must not be older than a checkpoint, before it exists; an error fails the save."""
+        """Flush everything that must not be older than a checkpoint, before that exists.
+
+        An error fails the save.
+        """
         for hook in self._flush_hooks:
             call_named(hook, "flush")
 
@@ -43,7 +46,14 @@ class BackgroundHooks:
                 call_named(hook, "saved", step, path)
             except BaseException as error:  # reported only in the log and at the end of the run
                 self._errors[id(hook)] = error
-                logger.warning("%s.saved(%d, %r): %s: %s", hook_name(hook), step, path, type(error).__name__, error)
+                logger.warning(
+                    "%s.saved(%d, %r): %s: %s",
+                    hook_name(hook),
+                    step,
+                    path,
+                    type(error).__name__,
+                    error,
+                )
         self._thread = None
 
     def wait(self, path: str | None = None) -> None:

@@ -11,7 +11,10 @@ NO_LOGS = "the logs cannot be opened"
 
 
 def build_hooks(run: RunContext) -> list[Any]:
-    """Return the user's hooks, jstep's, and savers last: a checkpoint has what the other hooks did to the state."""
+    """Return the user's hooks, jstep's, and savers last.
+
+    A checkpoint has what the other hooks did to the state.
+    """
     return processes.share_errors(lambda: _list_hooks(run), NO_LOGS)
 
 
@@ -21,6 +24,7 @@ def _list_hooks(run: RunContext) -> list[Any]:
     for observer in run.observers:
         hooks += observer.make_hooks(tuple(hooks))
     if run.saver is not None:
-        # First, as the exit by a signal or an error names the outcome of the first saver. `ending.py` calls it last.
+        # First, as the exit by a signal or an error names the outcome of the first saver.
+        # `ending.py` calls it last.
         savers.insert(0, RunSaverHook(run, run.saver))
     return hooks + savers

@@ -1,19 +1,19 @@
-"""What a checkpoint of a run contains in addition to the state: everything else that a restart needs.
+"""What a checkpoint of a run contains in addition to the state: all else that a restart needs.
 
 | key of its `extra` | content | taken by | restored by |
 |---|---|---|---|
-| `batches`, `batches_of_processes` | positions of the batches | `_take_positions` | `saved_position`, by `start.py` |
+| `batches`, `batches_of_processes` | their positions | `_take_positions` | `saved_position` |
 | `hooks` | the states of the hooks | `_take_hooks` | `restore_hooks` |
-| `stopped` | the name of the hook that stopped the run | `_take_hooks` | a log line; it is kept if no step is run |
-| `skipped` | the number of updates skipped in a row, if a `NanLossHook` limits it | `_take_hooks` | `restore_hooks` |
-| `last_iteration` | the step, if the iterations were over there | `_take_hooks` | `Course`: it owes the `end`s |
-| `ended` | the mark: the step at which all `end`s were made | `_take_hooks` | `Course`, which then owes no end |
-| `last_body` | the step, if its body ran only as the run ended there | `_take_hooks` | `Course`: it owes no body |
+| `stopped` | the hook that stopped the run | `_take_hooks` | a log line; kept if no step is run |
+| `skipped` | skips in a row, if a `NanLossHook` limits them | `_take_hooks` | `restore_hooks` |
+| `last_iteration` | the step, if iterations ended there | `_take_hooks` | `Course`: owes `end`s |
+| `ended` | the mark: the step with all `end`s made | `_take_hooks` | `Course`: owes no `end` |
+| `last_body` | the step, if its body ran only at the end | `_take_hooks` | `Course`: owes no body |
 | `before_end` | true in the pre-end checkpoint (`ending.py`) | `as_extra` | `RunSaverHook.resume` |
-| `held` | the initial values of held hyperparameters | `as_extra` | `find_origin.read_state`, which warns of others |
+| `held` | initial values of `jstep.held` | `as_extra` | `find_origin.read_state` warns of others |
 | `run` | the name of the run and of its event files | `as_extra` | `Origin.name` |
-| `parent` | path and step of the checkpoint that the run began from | `as_extra` | `find_origin.find_origin` |
-| others | data of an observer, such as the past of the `Recorder` | `Observer.on_save` | the observer |
+| `parent` | path and step of the checkpoint that it began from | `as_extra` | `find_origin` |
+| others | data of an observer, such as the `Recorder`'s past | `Observer.on_save` | the observer |
 
 `run_extra.py` has their types, which are checked when they are read.
 """
@@ -43,7 +43,10 @@ from jstep.stores.tagged_json import AttachedFiles, as_json
 
 
 class Contents(NamedTuple):
-    """What hooks and the body of a loop may change without a step: if it has changed, the same step is saved again."""
+    """What hooks and the body of a loop may change without a step.
+
+    If it has changed, the same step is saved again.
+    """
 
     positions: CheckpointExtra
     hooks: CheckpointExtra
@@ -54,7 +57,10 @@ NOTHING = Contents(CheckpointExtra({}, {}), CheckpointExtra({}, {}), 0)
 
 
 class RunContents:
-    """Takes, compares and writes down the contents of one run; knows nothing of when and how they are saved."""
+    """Takes, compares and writes down the contents of one run.
+
+    It knows nothing of when and how they are saved.
+    """
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
@@ -63,14 +69,17 @@ class RunContents:
     def take(self, hooks: CheckpointExtra | None = None) -> Contents:
         """Return the current contents, perhaps with states of hooks that were taken before."""
         return Contents(
-            self._take_positions(), self._take_hooks() if hooks is None else hooks, self._run.course.iterations
+            self._take_positions(),
+            self._take_hooks() if hooks is None else hooks,
+            self._run.course.iterations,
         )
 
     def equals(self, saved: Contents) -> bool:
-        """Whether `take` would return the same; several processes, which must all ask, come to one answer.
+        """Whether `take` would return the same.
 
-        Positions are compared only if they may differ at one step, as taking them may take long. The objects of
-        `from_loop` change only in an iteration of the body, so for them it is enough to compare the iterations.
+        Several processes, which must all ask, come to one answer. Positions are compared only if
+        they may differ at one step, as taking them may take long. The objects of `from_loop` change
+        only in an iteration of the body, so for them it is enough to compare the iterations.
         """
         run = self._run
         source = run.components.batches.source
@@ -79,13 +88,16 @@ class RunContents:
         else:
             are_positions_same = run.course.iterations == saved.iterations
         are_hooks_same = self._take_hooks().is_same(saved.hooks)
-        # All save again or none does. A position may have changed on one process alone, and so may a hook: only process
-        # 0 calls its `flush` and `saved`.
+        # All save again or none does. A position may have changed on one process alone, and so may
+        # a hook: only process 0 calls its `flush` and `saved`.
         has_changed = not are_positions_same or not are_hooks_same
         return not processes.any_process(has_changed)
 
     def as_extra(self, contents: Contents, *, is_pre_end: bool = False) -> CheckpointExtra:
-        """Return all that is saved beside the state. To be called only before a save that nothing prevents any more."""
+        """Return all that is saved beside the state.
+
+        To be called only before a save that nothing prevents any more.
+        """
         run = self._run
         values = dict(contents.positions.values)
         for observer in self._observers:
@@ -101,7 +113,10 @@ class RunContents:
         return CheckpointExtra(values, {**contents.positions.files, **contents.hooks.files})
 
     def _take_hooks(self) -> CheckpointExtra:
-        """Return the states of the hooks, and what they and the end have made of the run: see the table above."""
+        """Return the states of the hooks, and what they and the end have made of the run.
+
+        See the table above.
+        """
         run = self._run
         course = run.course
         entries = {
@@ -131,7 +146,7 @@ class RunContents:
         return CheckpointExtra(*gather_positions(position, self._progress))
 
     def _progress(self) -> str:
-        """Describe how far this process has come in its loop, and what it did, which must be alike on all."""
+        """Describe how far this process is in its loop, and what it did, alike on all processes."""
         run = self._run
         course = run.course
         parts = [f"step {run.step}"]

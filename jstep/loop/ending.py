@@ -1,33 +1,41 @@
-"""The end of a run as one transaction: either the last checkpoint records all of it, or a restart repeats all of it.
+"""The end of a run as one transaction.
+
+Either the last checkpoint records all of it, or a restart repeats all of it.
 
 | in order | what | if it fails, or the process is killed |
 |---|---|---|
-| 1 | last rows of logs (`call_at_last_step`, `make_last_row`) | after an error, all savers save, and nothing follows |
-| 2 | the temporary *pre-end checkpoint*, if an `end` of the user's or an evaluation follows | the newest one stays |
-| 3 | each `end`, in the order of hooks, with owed evaluations and their callbacks | that of 2, or the newest stays |
+| 1 | last rows of logs (`call_at_last_step`, `make_last_row`) | after an error, all savers save |
+| 2 | the temporary *pre-end checkpoint*, if user `end`s or evaluations follow | the newest stays |
+| 3 | each `end`, in hook order, with owed evaluations and callbacks | 2's or the newest stays |
 | 4 | the user's savers, until their checkpoints are on disk | the same |
-| 5 | the run's own checkpoint: the state after the `end`s, the states of hooks, the mark | the same |
+| 5 | the run's own checkpoint: the state after the `end`s, the hooks' states, the mark | the same |
 
-The pre-end checkpoint holds the state before the `end`s. While they run, it is being written to disk; the last save
-replaces it. If that save never happens, it becomes a checkpoint like any other: `stopping.rescue` and `exit_on_signal`
-save it once more, with the states that hooks had before the `end`s (`RunSaverHook.save_pre_end`), and after a kill a
-restart does this.
+After an error in 1, nothing follows the saves. The callbacks in 3 are those of the evaluations.
 
-Each save after the last iteration says that the iterations are over (`LAST_ITERATION`): whatever triggers it,
-the `end`s are owed at this step. The mark is the step at which they were made (`ENDED`). A restart that has no
-step to run makes the end
+The pre-end checkpoint holds the state before the `end`s. While they run, it is being written to
+disk; the last save replaces it. If that save never happens, it becomes a checkpoint like any other:
+`stopping.rescue` and `exit_on_signal` save it once more, with the states that hooks had before the
+`end`s (`RunSaverHook.save_pre_end`), and after a kill a restart does this.
+
+Each save after the last iteration says that the iterations are over (`LAST_ITERATION`): whatever
+triggers it, the `end`s are owed at this step. The mark is the step at which they were made
+(`ENDED`). A restart that has no step to run makes the end
 
 - if its checkpoint says that the iterations are over, and has no mark,
-- if `last_step` is the step of its checkpoint, which has no mark, such as one that was saved with a larger `last_step`,
-- if it finds that the batches are used up there, or makes an evaluation there that was owed, and which stops the run.
+- if `last_step` is the step of its checkpoint, which has no mark, such as one that was saved with a
+  larger `last_step`,
+- if it finds that the batches are used up there, or makes an evaluation there that was owed, and
+  which stops the run.
 
-Any other one is in mid-run: a hook's `begin` has returned True, or `last_step` is smaller. It makes no end and saves
-nothing. So a run that is started again after it has the same bits as if it had never been.
+Any other one is in mid-run: a hook's `begin` has returned True, or `last_step` is smaller. It makes
+no end and saves nothing. So a run that is started again after it has the same bits as if it had
+never been.
 
-The user's savers are called before the run's own: once the mark is on disk, a restart would not call them again.
+The user's savers are called before the run's own: once the mark is on disk, a restart would not
+call them again.
 
-All processes together check for a signal between two `end`s, and between the batches of an evaluation. If nothing was
-left out by then, the end is complete and gets its mark.
+All processes together check for a signal between two `end`s, and between the batches of an
+evaluation. If nothing was left out by then, the end is complete and gets its mark.
 """
 
 from typing import Any
@@ -62,7 +70,8 @@ def make_end(run: RunContext) -> bool:
             is_whole = True
     finally:
         if not is_whole:
-            # Also if an `end` has donated it: the note then says that the state is lost, which is true.
+            # Also if an `end` has donated it: the note then says that the state is lost, which is
+            # true.
             course.replace_state(state_before, None)
             course.ended_at = None
     course.is_finished = is_whole
@@ -76,7 +85,9 @@ def _make_last_rows(run: RunContext) -> None:
     for hook in run.components.hooks:
         if isinstance(hook, RunHook):
             with errors:
-                course.call_hook(HookCall(hook, "make_last_row"), make_last_row, hook, step, state, metrics)
+                course.call_hook(
+                    HookCall(hook, "make_last_row"), make_last_row, hook, step, state, metrics
+                )
     run.components.runner.deliver_all(errors)
     errors.end()
 
@@ -84,7 +95,8 @@ def _make_last_rows(run: RunContext) -> None:
 def _save_and_raise_log_errors(run: RunContext) -> None:
     """If a log has failed, let all savers save the state before the `end`s, and raise its error.
 
-    All processes save, though only those that write a log know that it has failed: a save needs all of them.
+    All processes save, though only those that write a log know that it has failed: a save needs all
+    of them.
     """
     if processes.any_process(bool(run.failures)):
         _save_by_all(run, [*run.components.finiteness.savers])
@@ -97,8 +109,8 @@ def _call_ends(run: RunContext) -> bool:
     for hook in run.components.hooks:
         if isinstance(hook, SaverHook) or not hasattr(hook, "end"):
             continue
-        # All processes call the same `end`s, and so agree here equally often. An `end` that changes nothing is called
-        # in any case: it only closes what its hook has opened.
+        # All processes call the same `end`s, and so agree here equally often. An `end` that changes
+        # nothing is called in any case: it only closes what its hook has opened.
         if _acts_at_end(run, hook) and run.components.poll_stop_signal():
             return False
         step, state, _, _ = course.position
@@ -110,12 +122,15 @@ def _call_ends(run: RunContext) -> bool:
 
 
 def _acts_at_end(run: RunContext, hook: Any) -> bool:
-    """Whether the `end` of a hook changes anything: one of the user's, or an evaluation that has not been made."""
+    """Whether the `end` of a hook changes anything.
+
+    One of the user's does, and so does an evaluation that has not been made.
+    """
     is_owed = owes_end(hook, run.step)
     if is_owed is not None:
         return is_owed
-    # jstep's own classes only check, write and close in `end`, which a restart may do again. A subclass of the user's
-    # may do more.
+    # jstep's own classes only check, write and close in `end`, which a restart may do again. A
+    # subclass of the user's may do more.
     is_given = any(hook is option for option in run.options.hooks)
     return is_given and defines(hook, "end") and not is_public(type(hook))
 

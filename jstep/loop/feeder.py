@@ -1,6 +1,7 @@
 """The batches of a run: copied, perhaps read ahead in a thread, and fed to the loop as chunks.
 
-Only batches cross threads. The loop's thread makes chunks of them, so no other thread uses hooks or programs.
+Only batches cross threads. The loop's thread makes chunks of them, so no other thread uses hooks or
+programs.
 """
 
 import functools
@@ -18,7 +19,14 @@ from jstep.core.device_values import flat_batch_types
 from jstep.core.exceptions import items_until_end
 from jstep.core.signals import StopSignals, StopWaiting
 from jstep.core.stopwatch import WAITING, Stopwatch
-from jstep.core.threads import MAKING, READER_EXIT_SECS, Task, doing, run_in_background, wait_until_done
+from jstep.core.threads import (
+    MAKING,
+    READER_EXIT_SECS,
+    Task,
+    doing,
+    run_in_background,
+    wait_until_done,
+)
 from jstep.data.batch_placement import copy_leaves
 from jstep.data.batch_sources import BatchSource
 from jstep.data.prefetch import ReaderThread
@@ -36,7 +44,9 @@ _CALLS_AHEAD = 2
 
 
 class BatchReader(Iterable[tuple[Any, Any, Any]]):
-    """Reads the batches of a source, with their shapes and positions, and copies those that other code may write to.
+    """Reads the batches of a source, with their shapes and positions.
+
+    It copies those that other code may write to.
 
     Attributes:
         fetched: The number of batches that were fetched, by any thread.
@@ -52,7 +62,8 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
         self._items = self._read()
         self._iterator: CopiedBatches | None = None
         self._reopen_source: Callable[[], BatchSource] | None = None
-        self._first_task: Task[Any] | None = None  # until the loop takes it, so that nothing else holds the batch
+        # Only until the loop takes it, so that nothing else holds the batch.
+        self._first_task: Task[Any] | None = None
         # Weak, because the thread, which uses this object, must not keep the reader alive.
         self._thread: weakref.ref[ReaderThread] | None = None
 
@@ -68,7 +79,8 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
     def _read(self, *, is_ahead: bool = False) -> CopiedBatches:
         """Yield the batches that are left, for the loop or, if `is_ahead`, for the thread.
 
-        Each generator ends with the batches; that of the loop also once a thread reads from there on.
+        Each generator ends with the batches; that of the loop also once a thread reads from there
+        on.
         """
         source = self.source
         read_position = source.read_position
@@ -79,8 +91,9 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
             if batch is _NO_BATCH:
                 return
             self.fetched += 1
-            # Arrays on a device need no copy, and most batches have the shapes of the one before. This is found out by
-            # the types of all leaves at once: looking into each of them was the largest part of the loop's own time.
+            # Arrays on a device need no copy, and most batches have the shapes of the one before.
+            # This is found out by the types of all leaves at once: looking into each of them was
+            # the largest part of the loop's own time.
             if flat_types is not None and flat_batch_types(batch) == flat_types:
                 # A new container, as the user may fill the old one with the next batch.
                 copied = dict(batch) if type(batch) is dict else batch
@@ -88,7 +101,8 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
                 leaves, structure = copy_leaves(batch, fresh=source.is_fresh)
                 copied = structure.unflatten(leaves)
                 new_shapes = shapes_of_leaves(leaves, structure)
-                del leaves  # not assigned again while batches need no copy: they would hold this one
+                # Not assigned again while batches need no copy: they would hold this one.
+                del leaves
                 if new_shapes != shapes:
                     shapes = new_shapes
                     flat_types = flat_batch_types(batch)
@@ -102,11 +116,16 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
     # The first batch.
 
     def start(self, reopen_source: Callable[[], BatchSource] | None) -> None:
-        """Make the first batch in a thread. If it fails, perhaps as no hook has begun, the source is opened again."""
+        """Make the first batch in a thread.
+
+        If it fails, perhaps as no hook has begun, the source is opened again.
+        """
         self._reopen_source = reopen_source
         # A daemon, because the user's reader may hang; it may also compile.
         name = "jstep-first-batch"
-        self._first_task = run_in_background(self._make_first, name=name, daemon=True, exit_secs=READER_EXIT_SECS)
+        self._first_task = run_in_background(
+            self._make_first, name=name, daemon=True, exit_secs=READER_EXIT_SECS
+        )
 
     def _make_first(self) -> Any:
         with self._times.timing("first batch"), doing(MAKING):
@@ -127,15 +146,20 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
         return self._make_first()
 
     def peek(self, is_over: Callable[[], bool]) -> Any:
-        """Return the first batch; None if it fails, if there is none, or if the wait is over before."""
+        """Return the first batch; None if it fails, if there is none, or if the wait ends first."""
         task = self._first_task
         item = None if task is None else _result_in_time(task, is_over)
         return None if item is None else item[0]
 
     def peek_shapes(self, shapes: Callable[[], Any], is_over: Callable[[], bool]) -> Any:
-        """Return the shapes of the first batch by a function that does not make it; None as in `peek`."""
+        """Return the shapes of the first batch; None as in `peek`.
+
+        The function `shapes` finds them without making the batch.
+        """
         # In a thread, as it also calls the user's reader, which may hang.
-        task = run_in_background(shapes, name="jstep-shapes", daemon=True, exit_secs=READER_EXIT_SECS)
+        task = run_in_background(
+            shapes, name="jstep-shapes", daemon=True, exit_secs=READER_EXIT_SECS
+        )
         return _result_in_time(task, is_over)
 
     # The batches that are read ahead.
@@ -155,7 +179,8 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
             except StopIteration:
                 return
             thread.request()
-            del thread  # while the loop has the batch, only the feeder holds the thread: once dropped, it ends
+            # While the loop has the batch, only the feeder holds the thread: if dropped, it ends.
+            del thread
             yield item
             del item
             self.count += 1
@@ -171,7 +196,7 @@ def _result_in_time(task: Task[Any], is_over: Callable[[], bool]) -> Any:
 
 
 class _WaitCheck(NamedTuple):
-    """When the waits were checked last, and the seconds waited and the number of requests until then."""
+    """When the waits were checked last, and the seconds waited and the requests until then."""
 
     checked_at: float
     waited: float = 0.0
@@ -185,8 +210,8 @@ _NEVER_AGAIN = _WaitCheck(checked_at=math.inf)
 class BatchFeeder(Iterator[Chunk]):
     """Iterator over the chunks of a run; a thread may read their batches ahead.
 
-    The thread starts when waiting for batches took more than a twentieth of the last second, and more than 0.1 ms per
-    call. There is none for batches that are made with the state.
+    The thread starts when waiting for batches took more than a twentieth of the last second, and
+    more than 0.1 ms per call. There is none for batches that are made with the state.
 
     Attributes:
         waiting: Whether the loop waits for a batch.
@@ -195,7 +220,9 @@ class BatchFeeder(Iterator[Chunk]):
         steps: The number of its steps.
     """
 
-    def __init__(self, reader: BatchReader, chunks: Iterator[Chunk], signals: StopSignals, watch: Stopwatch) -> None:
+    def __init__(
+        self, reader: BatchReader, chunks: Iterator[Chunk], signals: StopSignals, watch: Stopwatch
+    ) -> None:
         self._reader = reader
         self._chunks = chunks
         self._signals = signals
@@ -203,24 +230,27 @@ class BatchFeeder(Iterator[Chunk]):
         self._thread: ReaderThread | None = None
         self._ahead = 0  # the number of batches that it reads ahead
         self._requests = 0
-        # The first check is made when the first batch has come. The time before it counts as infinite, so that no wait
-        # is a twentieth of it, and only the clock starts.
-        self._last_check = _WaitCheck(checked_at=-math.inf) if reader.source.may_be_read_ahead else _NEVER_AGAIN
+        # The first check is made when the first batch has come. The time before it counts as
+        # infinite, so that no wait is a twentieth of it, and only the clock starts.
+        self._last_check = (
+            _WaitCheck(checked_at=-math.inf) if reader.source.may_be_read_ahead else _NEVER_AGAIN
+        )
         self.waiting = False
         self.can_interrupt = False
         self.received_at = 0.0
         self.steps = 1
 
     def signal_exception(self) -> BaseException | None:
-        """Return what a signal raises now, wherever the main thread is; None if it is only recorded."""
+        """Return what a signal raises now, wherever the main thread is; None to only record it."""
         return StopWaiting() if self.can_interrupt else None
 
     def __next__(self) -> Chunk:
         watch = self._watch
         source = self._reader.source
         self._requests += 1
-        # From here on until the batch is there, a signal raises `StopWaiting` wherever this thread is: in the user's
-        # loader, or while it makes a batch. `waiting` stays true if it does, so that the end knows where it came.
+        # From here on until the batch is there, a signal raises `StopWaiting` wherever this thread
+        # is: in the user's loader, or while it makes a batch. `waiting` stays true if it does, so
+        # that the end knows where it came.
         self.waiting = True
         self.can_interrupt = source.can_interrupt
         outer_phase = watch.current
@@ -254,12 +284,15 @@ class BatchFeeder(Iterator[Chunk]):
         """Return the next chunk, of a source that must be told of fetches."""
         source = self._reader.source
         if source.moves_between_steps:
-            source.begin_fetch()  # it may find the position too large to copy: the batch must be trained on then
+            # It may find the position too large to copy: the batch must be trained on then.
+            source.begin_fetch()
             self.can_interrupt = source.can_interrupt
         chunk = next(self._chunks)
-        self.can_interrupt = False  # before anything is noted of the batch, which a signal would tear apart
+        # Before anything is noted of the batch, which a signal would tear apart.
+        self.can_interrupt = False
         chunk.can_interrupt = source.can_interrupt
-        # Only now: if the wait is left, the position stays before the batch, even if it was partly read.
+        # Only now: if the wait is left, the position stays before the batch, even if it was partly
+        # read.
         if source.follows_calls:
             source.end_fetch(chunk.steps, chunk.position)
         return chunk
@@ -274,10 +307,12 @@ class BatchFeeder(Iterator[Chunk]):
             self._read_ahead()
             self._last_check = _NEVER_AGAIN
             return
-        self._last_check = _WaitCheck(checked_at=received_at, waited=waited, requests=self._requests)
+        self._last_check = _WaitCheck(
+            checked_at=received_at, waited=waited, requests=self._requests
+        )
 
     def _read_ahead(self) -> None:
-        """Let the thread read two calls ahead, by requests of the batches that it was not asked for yet."""
+        """Let the thread read two calls ahead: request the batches not requested from it yet."""
         ahead = _CALLS_AHEAD * self.steps
         self._thread = self._reader.thread()
         self._thread.request(ahead - self._ahead)
@@ -289,11 +324,16 @@ class BatchFeeder(Iterator[Chunk]):
 
 
 def fetch_by_all(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
-    """Return the chunks once all processes have fetched the first one; an error in one is raised in all."""
+    """Return the chunks once all processes have fetched the first one.
+
+    An error in one process is raised in all.
+    """
     if processes.is_single_process():
         return chunks
     remaining = iter(chunks)
-    first = processes.share_errors(lambda: next(remaining, None), "batches: the first one cannot be fetched")
+    first = processes.share_errors(
+        lambda: next(remaining, None), "batches: the first one cannot be fetched"
+    )
     if processes.any_process(first is None) and first is not None:
         raise ValueError("batches: another process has no batch at all; give each process a part")
     if first is None:
@@ -302,6 +342,9 @@ def fetch_by_all(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
 
 
 def _once(item: _T) -> Iterator[_T]:
-    """Return an iterator over one item that lets go of it: a chain would hold a list, and the batch, during the run."""
+    """Return an iterator over one item that lets go of it.
+
+    A chain would hold a list, and so the batch, during the run.
+    """
     items = [item]
     return map(items.pop, (0,))

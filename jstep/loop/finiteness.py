@@ -28,22 +28,34 @@ _NOT_FINITE = "its loss is not finite"
 
 
 class _NonfiniteParams(NamedTuple):
-    """What was found in a state: the paths of its parameters that have become not finite, and how many elements."""
+    """What was found in a state.
+
+    These are the paths of its parameters that have become not finite, and how many elements.
+    """
 
     state: weakref.ref[Any]
     counts: dict[str, int]
 
 
 class Finiteness:
-    """Whether the parameters and the loss of a run are finite; parameters that were not when it began do not count.
+    """Whether the parameters and the loss of a run are finite.
+
+    Parameters that were not finite when it began do not count.
 
     Attributes:
-        initial_contents: The contents of the state when the run began; empty if no hook checks or saves it.
-        has_nan_hook: Whether a `NanLossHook` checks the whole state before each save; `require_finite` then does not.
+        initial_contents: The contents of the state when the run began; empty if no hook checks or
+            saves it.
+        has_nan_hook: Whether a `NanLossHook` checks the whole state before each save;
+            `require_finite` then does not.
     """
 
     def __init__(
-        self, course: Course, hooks: Sequence[Any], sums: MetricSums, dispatch: Dispatch, feeder: BatchFeeder
+        self,
+        course: Course,
+        hooks: Sequence[Any],
+        sums: MetricSums,
+        dispatch: Dispatch,
+        feeder: BatchFeeder,
     ) -> None:
         self._course = course
         self._sums = sums
@@ -54,11 +66,15 @@ class Finiteness:
         is_checked = self.has_nan_hook or self.savers
         state = course.position.state if is_checked else {}
         self.initial_contents = StateContents(state, params_only=not self.has_nan_hook)
-        self._finite_at = course.first  # the latest step with parameters that were found to be finite
+        # The latest step with parameters that were found to be finite.
+        self._finite_at = course.first
         self._found: _NonfiniteParams | None = None  # in the state that was read last
 
     def nonfinite_params(self) -> dict[str, int]:
-        """Return the parameters that have become not finite. Reads the device once for a state, which savers share."""
+        """Return the parameters that have become not finite.
+
+        This reads the device once for a state, which savers share.
+        """
         state = self._course.position.state
         if self._found is None or self._found.state() is not state:
             counts, _ = StateContents(state, params_only=True).worse_since(self.initial_contents)
@@ -68,8 +84,8 @@ class Finiteness:
     def require_finite(self, step: int, saver: Saver) -> bool:
         """Return whether the parameters are finite, which the checkpoint records; raise if not.
 
-        Returns False only for a `Saver` that allows it. To be called on all processes, which end here together: one
-        that left alone would leave the others waiting in their save.
+        Returns False only for a `Saver` that allows it. To be called on all processes, which end
+        here together: one that left alone would leave the others waiting in their save.
         """
         if self.has_nan_hook:
             return True
@@ -81,16 +97,18 @@ class Finiteness:
             return False
         raise NanLossDuringTrainingError(
             f"the parameters are not finite at step {step}, when a checkpoint is due: "
-            f"{describe_contents(bad) or _ELSEWHERE}. "
-            f"The cause is one of the updates {self._finite_at} → {step}: jstep.NanLossHook() in hooks "
-            "names its batch, see docs: help/errors#not-finite",
+            f"{describe_contents(bad) or _ELSEWHERE}. The cause is one of the updates "
+            f"{self._finite_at} → {step}: jstep.NanLossHook() in hooks names its "
+            "batch, see docs: help/errors#not-finite",
             step,
         )
 
-    def hooks_that_may_save(self, error: BaseException | None = None) -> tuple[list[SaverHook], str]:
-        """Return the hooks that may save after a signal, this error or a stall, and why the others must not.
+    def hooks_that_may_save(
+        self, error: BaseException | None = None
+    ) -> tuple[list[SaverHook], str]:
+        """Return the hooks that may save after a signal, this error or a stall.
 
-        The reason is "" if all may, or if the error says it.
+        Also return why the others must not. The reason is "" if all may, or if the error says it.
         """
         if not self.savers:
             return [], ""
@@ -98,9 +116,11 @@ class Finiteness:
         if isinstance(error, NanLossDuringTrainingError) and not error.may_save:
             return allowing, ""
         if isinstance(error, WrongStateError) and not error.may_save:
-            return [], ""  # a Saver allows NaN and infinity, but not bits that differ from the run's
+            # A Saver allows NaN and infinity, but not bits that differ from the run's.
+            return [], ""
         bad: dict[str, int] = {}
-        with contextlib.suppress(Exception):  # the device failed: `_loss_problem` says so, as it reads the loss
+        with contextlib.suppress(Exception):
+            # If the device has failed, `_loss_problem` says so, as it reads the loss.
             bad = self.nonfinite_params()
         if processes.any_process(bool(bad)):
             return allowing, describe_contents(bad) or _ELSEWHERE
@@ -110,10 +130,14 @@ class Finiteness:
         return self.savers, ""
 
     def _loss_problem(self) -> str:
-        """Return why a loss of the latest call prevents a save; "" if none does, or if it cannot be told."""
+        """Return why a loss of the latest call prevents a save.
+
+        The reason is "" if none does, or if it cannot be told.
+        """
         metrics = self._course.position.metrics
         losses = jax.tree.leaves(losses_in(metrics)) if isinstance(metrics, Mapping) else []
-        # Several processes must come to one answer, so they judge only by losses that all of them have.
+        # Several processes must come to one answer, so they judge only by losses that all of them
+        # have.
         can_be_judged = processes.is_single_process() or all(map(_is_on_all_processes, losses))
         if not losses or not can_be_judged:
             return ""
@@ -126,7 +150,10 @@ class Finiteness:
             return f"its loss cannot be read: {type(error).__name__}: {error}"
 
     def _has_bad_loss(self, metrics: Mapping[str, Any], losses: list[Any]) -> bool:
-        """Whether a loss of a step of the latest call is not finite, and its update was not skipped."""
+        """Whether a loss in the latest call is not finite, and its update was not skipped.
+
+        The loss may be that of any step of the call.
+        """
         # A call of several steps returns the metrics of its last one; the sums have seen each.
         latest = self._sums.latest()
         first_of_call = self._course.position.step - self._feeder.steps
@@ -144,4 +171,6 @@ class Finiteness:
 
 
 def _is_on_all_processes(loss: object) -> bool:
-    return isinstance(loss, jax.Array) and not loss.is_fully_addressable and loss.is_fully_replicated
+    return (
+        isinstance(loss, jax.Array) and not loss.is_fully_addressable and loss.is_fully_replicated
+    )

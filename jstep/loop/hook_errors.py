@@ -10,10 +10,11 @@ from jstep.hooks.course import Activity, Course, HookCall
 
 
 class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
-    """A context that collects the errors of hooks: enter it for each call, and `end` it after the last one.
+    """A context that collects errors of hooks: enter it for each call, and `end` it after the last.
 
     Args:
-        must_leave: Whether an exit or an interrupt in a hook leaves at once, so that no other hook is called.
+        must_leave: Whether an exit or an interrupt in a hook leaves at once, so that no other hook
+            is called.
     """
 
     def __init__(self, course: Course, must_leave: Callable[[], bool] = lambda: True) -> None:
@@ -39,9 +40,10 @@ class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
             self.add(*failures.popleft())
 
     def end(self, failed: Callable[[BaseException], None] | None = None) -> None:
-        """Raise the first error, the others as its notes; an exit or an interrupt only if there is no other error.
+        """Raise the first error, with the others as its notes.
 
-        If the run has an error of its own, nothing is raised: `failed` is called with each of these, and notes it.
+        An exit or an interrupt is raised only if there is no other error. If the run has an error
+        of its own, nothing is raised: `failed` is called with each of these, and notes it.
         """
         if self._activity is not None:
             self._course.activity = self._activity  # which the note of the first error names
@@ -51,7 +53,9 @@ class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
             return
         if not self.collected:
             return
-        first = next((error for error in self.collected if isinstance(error, Exception)), self.collected[0])
+        first = next(
+            (error for error in self.collected if isinstance(error, Exception)), self.collected[0]
+        )
         for other in self.collected:
             note_other(first, other)
         self.collected.clear()

@@ -1,8 +1,10 @@
-"""The calls of a run's hooks in the loop's thread, up to the last step; `ending.py` calls their `end`s.
+"""The calls of a run's hooks in the loop's thread, up to the last step.
+
+`ending.py` calls their `end`s.
 
 | method | called | calls |
 |---|---|---|
-| `begin`, `call_before_steps` | before the first step | `begin`, and evaluations that are owed, or of the first state |
+| `begin`, `call_before_steps` | before the first step | `begin`; evaluations, owed or first |
 | `make_run_chunk` | once; what it returns, for each call | `before_step` |
 | `call_after_step` | after each call | `after_step` of hooks that are due, but for savers |
 | `save` | between two iterations, if a saver is due | savers that are due |
@@ -24,7 +26,15 @@ from jstep.core.trees import Tree
 from jstep.hooks.cadence import hook_cadence
 from jstep.hooks.course import WITHIN, Activity, Course, HookCall
 from jstep.hooks.hook import call_named, defines
-from jstep.hooks.run_hook import RunHook, is_user_hook, may_return_state, name_of_stop, phase_of, timing_key, use_run
+from jstep.hooks.run_hook import (
+    RunHook,
+    is_user_hook,
+    may_return_state,
+    name_of_stop,
+    phase_of,
+    timing_key,
+    use_run,
+)
 from jstep.hooks.run_info import RunInfo
 from jstep.hooks.saver_hook import SaverHook
 from jstep.hooks.timetable import Entry
@@ -35,7 +45,7 @@ RunChunk = Callable[[Any, Chunk], Any]
 
 
 class HookRunner:
-    """Calls the hooks of a run when they are due, in the loop's thread, each in the context that times it."""
+    """Calls a run's hooks when they are due, in the loop's thread, each in its timing context."""
 
     def __init__(self, run: RunInfo, hooks: Sequence[Any]) -> None:
         self._run = run
@@ -60,17 +70,21 @@ class HookRunner:
             if hasattr(hook, "begin") and self.call(hook, "begin", course.position.state):
                 is_done = True
         savers = [hook for hook in self._hooks if isinstance(hook, SaverHook)]
-        others = [hook for hook in self._hooks if _is_scheduled(hook) and not isinstance(hook, SaverHook)]
+        others = [
+            hook for hook in self._hooks if _is_scheduled(hook) and not isinstance(hook, SaverHook)
+        ]
         self._timetable.begin(others, savers, course.first)
         return is_done
 
     def call_before_steps(self, fn: Callable[..., Any]) -> bool:
-        """Call `call_at_start` or `call_again` of each evaluation; return whether one ends the run."""
+        """Call `call_at_start` or `call_again` of each evaluation; return whether the run ends."""
         course = self._course
         is_done = False
         for hook in self._run.evaluations:
             call = HookCall(hook, fn.__name__)
-            result = self._timed(call, functools.partial(fn, hook), course.position.step, course.position.state)
+            result = self._timed(
+                call, functools.partial(fn, hook), course.position.step, course.position.state
+            )
             if course.apply(call, result):
                 is_done = True
                 course.stop(name_of_stop(hook))
@@ -85,7 +99,8 @@ class HookRunner:
             return dispatch
 
         def run_after_hooks(state: Tree, chunk: Chunk) -> Any:
-            # Before the hooks: a signal may end the wait for the compiler, but after `before_step` the step must run.
+            # Before the hooks: a signal may end the wait for the compiler, but after `before_step`
+            # the step must run.
             dispatch.compile_for(state, chunk)
             self._course.forbid_saves()
             for hook in hooks:
@@ -97,36 +112,40 @@ class HookRunner:
     def call_after_step(self, first: int) -> None:
         """Call the hooks that are due after the call that began at step `first`, but for savers.
 
-        This runs after each call, and mostly finds nothing due. Savers are only noted: they save at the end of the
-        iteration (`save`), after the body.
+        This runs after each call, and mostly finds nothing due. Savers are only noted: they save at
+        the end of the iteration (`save`), after the body.
         """
         run = self._run
         timetable = self._timetable
         position = self._course.position
         step = position.step
-        run.steps_by_rows[position.rows] += step - first  # for the number of examples (`RunInfo.examples`)
+        # For the number of examples (`RunInfo.examples`).
+        run.steps_by_rows[position.rows] += step - first
         if first >= timetable.next_check:
             self._check_step(first)
         timetable.read_clocks(step)
         if step >= timetable.next_hook or run.pending:
             self._call_due(timetable.due_hooks(step))
-            timetable.read_clocks(step)  # a saver may have become due meanwhile: the hooks may take long
+            # A saver may have become due meanwhile: the hooks may take long.
+            timetable.read_clocks(step)
 
     def save(self, *, raises_failures: bool) -> None:
         """Call the savers that are due; then, with `raises_failures`, raise the errors of logs.
 
-        The error of a best checkpoint is raised before the save: a restart from what is saved here would not repeat its
-        evaluation. On several processes the savers agree on it (`may_save`).
+        The error of a best checkpoint is raised before the save: a restart from what is saved here
+        would not repeat its evaluation. On several processes the savers agree on it (`may_save`).
         """
         if self._run.best_failure is not None and processes.is_single_process():
             self.raise_log_errors()
-        self._call_due(self._timetable.due_savers(self._course.position.step), raises_failures=raises_failures)
+        self._call_due(
+            self._timetable.due_savers(self._course.position.step), raises_failures=raises_failures
+        )
 
     def _check_step(self, first: int) -> None:
         """Read the step from the device, and wait for it, after the first call of each stage.
 
-        From then on the step is counted on the host, which is right only if the stage advances it by one. It is read
-        again before each save and at the end (`RunInfo.check_step`).
+        From then on the step is counted on the host, which is right only if the stage advances it
+        by one. It is read again before each save and at the end (`RunInfo.check_step`).
         """
         course = self._course
         if first == course.first:
@@ -138,7 +157,7 @@ class HookRunner:
         self._timetable.plan_check(first)
 
     def _call_due(self, entries: Iterable[Entry], *, raises_failures: bool = False) -> None:
-        """Call all due hooks, even if one raises: the step is done, and the others must not miss it."""
+        """Call all due hooks, even if one raises: the step is done, and no hook must miss it."""
         run = self._run
         course = self._course
         errors = HookErrors(course)
@@ -168,7 +187,10 @@ class HookRunner:
         self._timetable.update()
 
     def _poll(self, errors: HookErrors, *, wait: bool = False) -> None:
-        """Call what hooks wait for (`RunInfo.poll`); what returns True is called again after the next call."""
+        """Call what hooks wait for (`RunInfo.poll`).
+
+        What returns True is called again after the next call.
+        """
         pending = self._run.pending
         for _ in range(len(pending)):
             # Put back only once it has returned, so that a check that raises is not called again.
@@ -188,20 +210,29 @@ class HookRunner:
     # A save.
 
     def call_before_save(self, step: int) -> bool:
-        """Deliver all numbers, and call `before_save` of the hooks; return whether one of them prevents the save."""
+        """Deliver all numbers, and call `before_save` of the hooks.
+
+        Return whether one of them prevents the save.
+        """
         self._run.transfers.deliver_all()
         built_in = [hook for hook in self._hooks if isinstance(hook, RunHook)]
-        custom = [hook for hook in self._hooks if not isinstance(hook, RunHook) and defines(hook, "before_save")]
-        # A list, as a generator would stop at the first True: each hook must be called, which may flush its file.
+        custom = [
+            hook
+            for hook in self._hooks
+            if not isinstance(hook, RunHook) and defines(hook, "before_save")
+        ]
+        # A list, as a generator would stop at the first True: each hook must be called, which may
+        # flush its file.
         answers = [call_named(hook, "before_save", step) for hook in (*custom, *built_in)]
         is_prevented = any(answers)
         if not custom:
             return is_prevented
-        # All processes save or none does, and a user's hook may decide by what only one of them knows.
+        # All processes save or none does, and a user's hook may decide by what only one of them
+        # knows.
         return processes.any_process(is_prevented)
 
     def is_followed_in_iteration(self) -> bool:
-        """Whether the body, or a hook that may replace the state, follows the current call of a hook.
+        """Whether the body, or a hook that may replace the state, follows the current hook's call.
 
         Of jstep's own hooks, only callbacks of evaluations return a state.
         """
@@ -211,19 +242,21 @@ class HookRunner:
         activity = course.activity
         if course.has_body or not isinstance(activity, HookCall):
             return True
-        return any(map(may_return_state, self._timetable.may_be_due_behind(activity.hook, course.position.step)))
+        behind = self._timetable.may_be_due_behind(activity.hook, course.position.step)
+        return any(map(may_return_state, behind))
 
     # After the last step.
 
     def call_at_last_step(self, failed: Callable[[BaseException], None] | None = None) -> None:
         """Call the hooks that want the last step, due or not; only the first call does anything.
 
-        After an error, `rescue` calls this, whether it was called before or not. These hooks write the rows of the last
-        iteration, which a restart does not make again: so they come before the last save.
+        After an error, `rescue` calls this, whether it was called before or not. These hooks write
+        the rows of the last iteration, which a restart does not make again: so they come before the
+        last save.
 
         Args:
-            failed: Called with each error, also those of logs. If None, the first error is raised, and those of logs
-                are raised later, after that save.
+            failed: Called with each error, also those of logs. If None, the first error is raised,
+                and those of logs are raised later, after that save.
         """
         run = self._run
         course = self._course
@@ -231,7 +264,10 @@ class HookRunner:
             return
         self._has_called_at_last_step = True
         errors = HookErrors(course)
-        calls = [HookCall(hook, "after_step") for hook in self._timetable.due_at_last_step(course.position.step)]
+        calls = [
+            HookCall(hook, "after_step")
+            for hook in self._timetable.due_at_last_step(course.position.step)
+        ]
         with run.watch.phase(HOOKS):
             self._poll(errors, wait=True)
             for call in calls:
@@ -246,7 +282,8 @@ class HookRunner:
         """Deliver all numbers, even if some deliveries fail."""
         is_done = False
         while not is_done:
-            # A delivery that fails has left the queue, and `errors` keeps its error: the next round goes on behind it.
+            # A delivery that fails has left the queue, and `errors` keeps its error: the next round
+            # goes on behind it.
             with errors:
                 self._run.transfers.deliver_all()
                 is_done = True
@@ -265,7 +302,9 @@ class HookRunner:
         self.raise_log_errors()
         for process, text in enumerate(texts):
             if text:
-                raise RuntimeError(f"process {process} of {len(texts)} could not write a log, {text}")
+                raise RuntimeError(
+                    f"process {process} of {len(texts)} could not write a log, {text}"
+                )
 
     # Every call.
 
@@ -297,9 +336,9 @@ def close_hooks(
 ) -> None:
     """Call `failed`, `closed` and `close` of the user's hooks.
 
-    Their exceptions become notes of the run's error; without it, the first one is raised. An exit or an interrupt of a
-    hook's own is such an exception, too: the hooks behind it close what they have opened, and a run that has failed
-    does not exit with 0.
+    Their exceptions become notes of the run's error; without it, the first one is raised. An exit
+    or an interrupt of a hook's own is such an exception, too: the hooks behind it close what they
+    have opened, and a run that has failed does not exit with 0.
 
     Args:
         problems: The errors of `saved`, which come first.
@@ -320,7 +359,8 @@ def close_hooks(
     # In reverse order, as nested `with` statements end.
     for hook in reversed(hooks):
         call(hook, "closed")
-        # `use_run` has pushed the `close` of a RunHook: it comes before that of the logs that it writes to.
+        # `use_run` has pushed the `close` of a RunHook: it comes before that of the logs that it
+        # writes to.
         if not isinstance(hook, RunHook):
             call(hook, "close")
     errors.end(None if error is None else functools.partial(note_other, error))
@@ -332,6 +372,6 @@ def _is_scheduled(hook: Any) -> bool:
         return hook_cadence(hook) is not None or type(hook).after_step is not RunHook.after_step
     if defines(hook, "after_step"):
         return True
-    # A subclass of `Hook` that only says where calls end. It is scheduled so that what its `next_due` returns is
-    # checked whatever `steps_per_call` is.
+    # A subclass of `Hook` that only says where calls end. It is scheduled so that what its
+    # `next_due` returns is checked whatever `steps_per_call` is.
     return hasattr(hook, "after_step") and defines(hook, "next_due")

@@ -1,27 +1,29 @@
 """What a run tells the rooms that are attached to it, and asks them: the moments of an `Observer`.
 
-The kernel (CONTRIBUTING, Layout) imports none of these rooms. `running/attached.py` finds their observers. `Hook` and
-`RunHook` are the other way in: hooks belong to the run and may change it, observers do not.
+The kernel (CONTRIBUTING, Layout) imports none of these rooms. `running/attached.py` finds their
+observers. `Hook` and `RunHook` are the other way in: hooks belong to the run and may change it,
+observers do not.
 
 | moment | when, and where | returns | an error |
 |---|---|---|---|
-| `check` | `Run(…)` is made; nothing is open | the options as the run uses them | is raised by `Run(…)` |
+| `check` | `Run(…)` is made; nothing is open | the options as it uses them | `Run(…)` raises it |
 | made, entered | the block is entered; nothing is open | | ends the start |
-| `find_lineage` | a checkpoint is found, and perhaps not read; on each process | the lineage | ends the start |
-| `on_open` | the run may write; its checkpoint is perhaps not read | the number of the start | of one ends all |
+| `find_lineage` | a checkpoint is found, perhaps not read | the lineage | ends the start |
+| `on_open` | the run may write; its checkpoint may be unread | the start number | of one ends all |
 | `make_hooks` | the state is restored, the hooks have not begun | hooks to add | of one ends all |
 | `on_restored` | the hooks have the run, and have not begun | | ends the start |
 | `on_no_steps` | instead of the loop, if there is no step to take | | ends the run |
 | `compiling` | around each wait for a program | a context | ends the run |
 | `on_first_call` | after the first call of each stage | | ends the run, within the iteration |
 | `on_replaced` | code of the user has replaced the state | | ends the run, within the iteration |
-| `on_save` | a save that nothing prevents any more begins | entries of `extra` | no checkpoint; ends the run |
-| `flush` | in the background, before that checkpoint appears | | no checkpoint: a `CheckpointError` |
+| `on_save` | a save that nothing prevents begins | `extra` entries | no checkpoint; ends the run |
+| `flush` | in the background before the checkpoint appears | | no checkpoint: a `CheckpointError` |
 | `on_close` | the run is over; its last state still exists | | ends the run |
 | exited | the run has closed; in reverse order | | is raised last; all is saved |
 
-All but `flush` are called in the loop's thread, in the order of `OBSERVERS`; `on_save` is not, if the thread that
-watches for stalls saves the state of a run that hangs.
+All but `flush` are called in the loop's thread, in the order of `OBSERVERS`; `on_save` is not, if
+the thread that watches for stalls saves the state of a run that hangs. `find_lineage` is called on
+each process.
 """
 
 import contextlib
@@ -35,16 +37,18 @@ from jstep.origin.arguments import Options
 
 
 class Observer(contextlib.AbstractContextManager["Observer"]):
-    """An observer of a run, made from its `RunContext`: a context manager that exits once the run has closed.
+    """An observer of a run, made from its `RunContext`.
 
-    A thread that an observer starts may read the run at any time, and must change nothing. The attributes of `course`
-    and of the feeder are replaced, not changed in place, so that each read gives a whole value. Two reads may be of
-    different steps: take a step and its state from one `position`. `components` are there once `is_open`, and the state
-    is None after `on_close`.
+    It is a context manager that exits once the run has closed. A thread that an observer starts may
+    read the run at any time, and must change nothing. The attributes of `course` and of the feeder
+    are replaced, not changed in place, so that each read gives a whole value. Two reads may be of
+    different steps: take a step and its state from one `position`. `components` are there once
+    `is_open`, and the state is None after `on_close`.
     """
 
     options: ClassVar[frozenset[str]] = frozenset()
-    """The options of `Run` that it uses and the kernel does not; an option that nobody uses is an error."""
+    """The options of `Run` that it uses and the kernel does not; an option that nobody uses is an
+    error."""
 
     def __init__(self, run: Any) -> None:
         """Made of the `RunContext`, when the block is entered."""
@@ -70,7 +74,10 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         return None
 
     def make_hooks(self, hooks: Sequence[Any]) -> Sequence[Any]:
-        """Return hooks that are called after `hooks`; what they write to closes with the run's `closing`."""
+        """Return hooks that are called after `hooks`.
+
+        What they write to closes with the run's `closing`.
+        """
         return ()
 
     def on_restored(self, start_number: int) -> None:
@@ -94,12 +101,15 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         """Called when the body or a hook has replaced the state."""
 
     def flush(self) -> None:
-        """Called in the background before each checkpoint appears: flush anything that must not be older."""
+        """Called in the background before each checkpoint appears.
+
+        Flush anything that must not be older.
+        """
 
     def on_save(self, step: int) -> dict[str, Any]:
-        """Called before a save that nothing prevents any more; return entries for the checkpoint's `extra`.
+        """Called before a save that nothing prevents any more.
 
-        An entry may be a function that returns it.
+        Return entries for the checkpoint's `extra`. An entry may be a function that returns it.
         """
         return {}
 
@@ -109,4 +119,8 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
 
 def that_define(moment: str, observers: Iterable[Observer]) -> list[Observer]:
     """Return the observers that have something to do at a moment."""
-    return [observer for observer in observers if getattr(type(observer), moment) is not getattr(Observer, moment)]
+    return [
+        observer
+        for observer in observers
+        if getattr(type(observer), moment) is not getattr(Observer, moment)
+    ]

@@ -1,7 +1,7 @@
 """The run that its loop, its hooks and its observers share.
 
-`hooks.run_info.RunInfo` is the part that hooks see. `start.py` sets `saver` and `origin` once they are found, and
-`components` once the run is open.
+`hooks.run_info.RunInfo` is the part that hooks see. `start.py` sets `saver` and `origin` once they
+are found, and `components` once the run is open.
 """
 
 import contextlib
@@ -37,10 +37,13 @@ from jstep.state.nonfinite import StateContents
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class RunComponents:
-    """What a run has opened: `dispatch` runs the chunks that `feeder` makes of `batches`; `runner` calls the hooks.
+    """What a run has opened.
+
+    `dispatch` runs the chunks that `feeder` makes of `batches`; `runner` calls the hooks.
 
     Attributes:
-        start_number: The number of the recorded start, which all processes know; 0 if it is not recorded.
+        start_number: The number of the recorded start, which all processes know; 0 if it is not
+            recorded.
     """
 
     start_number: int
@@ -63,8 +66,9 @@ class RunComponents:
         return self.dispatch.constants.values
 
     def poll_stop_signal(self) -> bool:
-        # If a hook or the body still follows in this iteration, the evaluation is not abandoned: they may change the
-        # state, and the next start would make the evaluation again with what they have made of it.
+        # If a hook or the body still follows in this iteration, the evaluation is not abandoned:
+        # they may change the state, and the next start would make the evaluation again with what
+        # they have made of it.
         return not self.runner.is_followed_in_iteration() and self.signals.poll_stop_signal()
 
     def prevents_save(self, step: int) -> bool:
@@ -91,7 +95,8 @@ class RunContext(RunInfo):
 
     Attributes:
         given: The options as the user gave them; `options` has their values as the run uses them.
-        observers: Those of the record, the stalls and the progress; entered before anything is opened.
+        observers: Those of the record, the stalls and the progress; entered before anything is
+            opened.
         closing: Closes what the run has opened.
         new_name: The name of the run if no earlier start gave it one.
     """
@@ -147,11 +152,13 @@ class RunContext(RunInfo):
     def is_open(self) -> bool:
         return hasattr(self, "components")
 
-    def _deliver(self, hook: Any, deliver: Callable[[int, Any], None], step: int, numbers: Any) -> None:
-        """Deliver a row of numbers; if that fails, the run ends once the checkpoint that is due is saved.
+    def _deliver(
+        self, hook: Any, deliver: Callable[[int, Any], None], step: int, numbers: Any
+    ) -> None:
+        """Deliver a row of numbers; if that fails, the run ends once the due checkpoint is saved.
 
-        The activity is set back only if the run goes on. Otherwise it stays, so that the note of the error names the
-        hook.
+        The activity is set back only if the run goes on. Otherwise it stays, so that the note of
+        the error names the hook.
         """
         call = HookCall(hook, "deliver")
         outer = self.course.activity
@@ -163,8 +170,9 @@ class RunContext(RunInfo):
             self.log_failed(hook, error, call.method)
             self.course.activity = outer
         except BaseException:
-            # An exit in the user's `write`. The row is lost, so its step must be taken again. Back to `WITHIN`, in
-            # which nothing is saved: a restart from a checkpoint made here would not make the row again.
+            # An exit in the user's `write`. The row is lost, so its step must be taken again. Back
+            # to `WITHIN`, in which nothing is saved: a restart from a checkpoint made here would
+            # not make the row again.
             self.course.forbid_saves()
             raise
 
@@ -189,7 +197,9 @@ class RunContext(RunInfo):
             steps = [course.first, max(course.first, finished)]
         return {
             "step": steps,
-            "seconds": {phase: round(max(0.0, value), 6) for phase, value in seconds.items() if value},
+            "seconds": {
+                phase: round(max(0.0, value), 6) for phase, value in seconds.items() if value
+            },
         }
 
     def _tell_replaced(self, step: int, author: str, old_state: Tree, new_state: Tree) -> None:

@@ -49,7 +49,8 @@ _PERMANENT_SECS = 600.0
 class SaveInterval:
     """The seconds between automatic saves, chosen so that they cost little.
 
-    A save may block the loop for a hundredth of the time since the one before, and its write may take a tenth of it.
+    A save may block the loop for a hundredth of the time since the one before, and its write may
+    take a tenth of it.
 
     Attributes:
         blocked_secs: How long the latest save blocked the loop.
@@ -63,7 +64,10 @@ class SaveInterval:
         self.blocked_secs = 0.0
 
     def seconds(self) -> float:
-        """Return the seconds from the latest save to the next one, which grow while its checkpoint is being written."""
+        """Return the seconds from the latest save to the next one.
+
+        They grow while the checkpoint of the latest save is being written.
+        """
         if self._saved_at is None:
             return FIRST_SECS
         write_secs = self._engine.write_secs
@@ -106,22 +110,31 @@ class RunSaverHook(SaverHook):
             self._cadence = Cadence(secs=self._interval.seconds, together=True)
         else:
             steps = ("save_steps", options.save_checkpoint_steps)
-            self._cadence = make_cadence(steps=steps, secs=("save_secs", secs), required=False, together=True)
-        # What the latest checkpoint holds. The contents stay known after a failed write: a stalled run saves them.
+            self._cadence = make_cadence(
+                steps=steps, secs=("save_secs", secs), required=False, together=True
+            )
+        # What the latest checkpoint holds. The contents stay known after a failed write: a stalled
+        # run saves them.
         self._latest_save: LatestSave | None = None
         self._saved_contents = NOTHING
         self._is_temporary = False
-        # While the `end`s run, the contents as they were before; None at all other times. The `end`s change the states
-        # of hooks, so another save of the state before them takes those states from here.
+        # While the `end`s run, the contents as they were before; None at all other times. The
+        # `end`s change the states of hooks, so another save of the state before them takes those
+        # states from here.
         self._pre_end: Contents | None = None
 
     def save(
-        self, step: int, state: TrainState, *, wait: bool = False, permanent_every_secs: float | None = None
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        wait: bool = False,
+        permanent_every_secs: float | None = None,
     ) -> bool:
-        """Save, unless the latest checkpoint holds the same; return False if a hook prevented it."""
+        """Save, unless the latest checkpoint holds the same; return False if a hook prevents it."""
         run = self._context
-        # The device is waited for here, so that this is not counted as saving. The save raises an error of the device
-        # again, and explains it better.
+        # The device is waited for here, so that this is not counted as saving. The save raises an
+        # error of the device again, and explains it better.
         with contextlib.suppress(Exception):
             jax.block_until_ready(state)
         timing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -140,11 +153,17 @@ class RunSaverHook(SaverHook):
 
     def _write(self, step: int, state: TrainState, permanent_every_secs: float | None) -> None:
         run = self._context
-        is_pre_end = permanent_every_secs == ALWAYS_TEMPORARY  # no other checkpoint of a run is saved so
+        # No other checkpoint of a run is saved so.
+        is_pre_end = permanent_every_secs == ALWAYS_TEMPORARY
         is_finite = run.components.require_finite(step, self.saver)
         contents = self._contents.take() if self._pre_end is None else self._pre_end
         extra = self._contents.as_extra(contents, is_pre_end=is_pre_end)
-        write(run, self.saver, state, extra._replace(finite=is_finite, permanent_every_secs=permanent_every_secs))
+        write(
+            run,
+            self.saver,
+            state,
+            extra._replace(finite=is_finite, permanent_every_secs=permanent_every_secs),
+        )
         self._mark_saved(step, state, contents)
         self._is_temporary = permanent_every_secs is not None
 
@@ -153,7 +172,8 @@ class RunSaverHook(SaverHook):
         if not self.has_saved_state(step, state):
             return False
         if self._pre_end is not None:
-            # The pre-end checkpoint is saved again while it is temporary: no other one may ever replace it.
+            # The pre-end checkpoint is saved again while it is temporary: no other one may ever
+            # replace it.
             return self._saved_contents is self._pre_end and not self._is_temporary
         return self._contents.equals(self._saved_contents)
 
@@ -164,7 +184,8 @@ class RunSaverHook(SaverHook):
     def _mark_saved(self, step: int, state: TrainState, contents: Contents) -> None:
         self._latest_save = LatestSave(step, weakref.ref(state))
         self._saved_contents = contents
-        # `save_without_peers` and a second pre-end save read these files, once they are no longer in memory.
+        # `save_without_peers` and a second pre-end save read these files, once they are no longer
+        # in memory.
         for name, file in (*contents.hooks.files.items(), *contents.positions.files.items()):
             file.load = functools.partial(self.saver.read_file, name, step)
 
@@ -172,9 +193,9 @@ class RunSaverHook(SaverHook):
         try:
             self.saver.wait()
         except Exception:
-            # So that another try saves it again instead of returning True. The error may be of this process alone, and
-            # `has_saved_state` is then True on others. But it ends the run here, and `_save_after_error` calls no
-            # collective on several processes.
+            # So that another try saves it again instead of returning True. The error may be of this
+            # process alone, and `has_saved_state` is then True on others. But it ends the run here,
+            # and `_save_after_error` calls no collective on several processes.
             self._latest_save = None
             raise
 
@@ -186,7 +207,10 @@ class RunSaverHook(SaverHook):
     # The end, in the order of `ending.py`.
 
     def save_pre_end(self, step: int, state: TrainState) -> None:
-        """Begin to save the state before the `end`s; from here on until `save_end`, every save has these contents."""
+        """Begin to save the state before the `end`s.
+
+        From here on until `save_end`, every save has these contents.
+        """
         if self.save(step, state, permanent_every_secs=ALWAYS_TEMPORARY):
             self._pre_end = self._saved_contents
 
@@ -201,7 +225,10 @@ class RunSaverHook(SaverHook):
             raise
 
     def save_without_peers(self, step: int, state: TrainState, *, is_finite: bool) -> None:
-        """Save from another thread while the loop hangs in a loader: the hooks' states are those of the latest save."""
+        """Save from another thread while the loop hangs in a loader.
+
+        The hooks' states are those of the latest save.
+        """
         if not self.has_saved_state(step, state):
             contents = self._contents.take(hooks=self._saved_contents.hooks)
             extra = self._contents.as_extra(contents)._replace(finite=is_finite)
@@ -210,9 +237,10 @@ class RunSaverHook(SaverHook):
         self.saver.wait()
 
     def resume(self, step: int, state: TrainState) -> None:
-        """Continue from the checkpoint that was restored; a branch saves it, and does not read the other run again.
+        """Continue from the restored checkpoint.
 
-        A pre-end checkpoint, whose end was killed, is saved again, too: it was temporary, and must not stay so.
+        A branch saves it, and does not read the other run again. A pre-end checkpoint, whose end
+        was killed, is saved again, too: it was temporary, and must not stay so.
         """
         run = self._context
         if run.origin.is_new_branch or BEFORE_END in run.origin.extra:
@@ -223,14 +251,20 @@ class RunSaverHook(SaverHook):
             run.poll(self, self._warn_of_nan)
 
     def _warn_of_nan(self, *, wait: bool = False) -> None:
-        """Called once, as `RunInfo.poll` calls a check: `wait` says nothing here, as the contents are read anyway."""
+        """Called once, as `RunInfo.poll` calls a check.
+
+        `wait` changes nothing here, as the contents are read anyway.
+        """
         bad = self._context.components.initial_contents.paths_with_nan()
         if bad:
             logger.warning("%s", describe_initial_nan(bad, self._context.course.first))
 
 
 def find_own_saver(run: RunContext) -> RunSaverHook | None:
-    """Return the hook that saves the run; None without a `checkpoint_dir`. The others are the user's."""
+    """Return the hook that saves the run; None without a `checkpoint_dir`.
+
+    The others are the user's.
+    """
     for hook in run.components.finiteness.savers:
         if isinstance(hook, RunSaverHook):
             return hook
@@ -241,23 +275,24 @@ def find_own_saver(run: RunContext) -> RunSaverHook | None:
 
 
 def why_not_saved(run: RunContext) -> str:
-    """Return why nothing must be saved of the last state, as the rest of a sentence; "" if it may be."""
+    """Return why the last state must not be saved, as the rest of a sentence; "" if it may be."""
     if not run.course.is_resumable:
         return "because the iteration has not ended"
     if run.best_failure is not None:
         return "because a best checkpoint of an evaluation before it could not be saved"
-    if run.saver is None or not run.components.batches.source.is_lost_after(run.step - run.course.first):
+    num_steps = run.step - run.course.first
+    if run.saver is None or not run.components.batches.source.is_lost_after(num_steps):
         return ""
     return (
-        "because the data source has advanced, and its position is too large (above 64 kB) to be copied before each "
-        "batch"
+        "because the data source has advanced, and its position is too large (above 64 kB) to be "
+        "copied before each batch"
     )
 
 
 def describe_restart(run: RunContext) -> str:
-    """Say from which checkpoint the next start resumes, as the rest of a sentence; "" without checkpoints.
+    """Return from which checkpoint the next start resumes, as the rest of a sentence.
 
-    It waits for a save in progress, and lists the checkpoints.
+    It is "" without checkpoints. It waits for a save in progress, and lists the checkpoints.
     """
     saver = run.saver
     if saver is None:

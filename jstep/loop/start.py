@@ -1,7 +1,8 @@
-"""The start of a run: its checkpoints are opened, and its state is restored while the first program is compiled.
+"""The start of a run: its checkpoints are opened, and its state is restored.
 
-`find_origin` comes first. From then on it is known at which step the run begins and what its checkpoint holds, but for
-the values of the state: so the record, the first batch and its program can begin before these are read.
+Meanwhile, the first program is compiled. `find_origin` comes first. From then on it is known at
+which step the run begins and what its checkpoint holds, but for the values of the state: so the
+record, the first batch and its program can begin before these are read.
 """
 
 import contextlib
@@ -39,7 +40,13 @@ from jstep.loop.saving import RunSaverHook
 from jstep.loop.stopping import report_done
 from jstep.origin.agreement import check_processes
 from jstep.origin.arguments import Options
-from jstep.origin.find_origin import StateSource, find_origin, open_saver, read_state, step_of_values
+from jstep.origin.find_origin import (
+    StateSource,
+    find_origin,
+    open_saver,
+    read_state,
+    step_of_values,
+)
 from jstep.stores.owners import remove_temporary
 from jstep.stores.urls import is_url
 
@@ -49,9 +56,10 @@ _NO_BATCHES = "the batches cannot be opened"
 def open_run(run: RunContext, batches: Tree) -> RunComponents:
     """Open all that a run needs, in this order, and push on its `closing` what closes it.
 
-    The checkpoints come first, as the claim of their prefix refuses a second run before anything is written, and as
-    they say at which step the run begins. While the state is read, a thread makes the first batch and another one
-    compiles the step for it (`_restore`). The event file and the hooks follow, which may need the state.
+    The checkpoints come first, as the claim of their prefix refuses a second run before anything is
+    written, and as they say at which step the run begins. While the state is read, a thread makes
+    the first batch and another one compiles the step for it (`_restore`). The event file and the
+    hooks follow, which may need the state.
     """
     source = _open_checkpoints(run)
     start_number = _open_record(run)
@@ -78,7 +86,7 @@ def open_run(run: RunContext, batches: Tree) -> RunComponents:
 
 
 def begin_hooks(run: RunContext) -> bool:
-    """Begin the hooks, with the states that the checkpoint has of them; return whether there is a step to take.
+    """Begin the hooks, with their states in the checkpoint; return whether there is a step to take.
 
     The hooks get the run last, as they write to what it has opened; so they are closed first.
     """
@@ -96,11 +104,13 @@ def begin_hooks(run: RunContext) -> bool:
         is_over = is_over or keeps_stopped
     else:
         if run.saver is not None:
-            get_states(components.hooks)  # states that cannot be saved fail now, not at the first save
+            # States that cannot be saved fail now, not at the first save.
+            get_states(components.hooks)
         if not is_over and first < stop_step:
             is_over = components.runner.call_before_steps(call_at_start)
     if is_over and components.poll_stop_signal():
-        return False  # a signal has interrupted the owed evaluation again: the next start makes it, and resumes
+        # A signal has interrupted the owed evaluation again: the next start makes it and resumes.
+        return False
     if is_over or first >= stop_step:
         report_done(run)
         for observer in run.observers:
@@ -109,12 +119,17 @@ def begin_hooks(run: RunContext) -> bool:
     stopped_by = run.origin.extra.get(STOPPED)
     if stopped_by is not None:
         logger.info("%s stopped this run at step %d; it resumes", stopped_by, first)
-    components.dispatch.compiler.plan(components.batches.source, first, stop_step, run.options.batch_sharding)
+    components.dispatch.compiler.plan(
+        components.batches.source, first, stop_step, run.options.batch_sharding
+    )
     return True
 
 
 def _flush_before_saves(run: RunContext) -> None:
-    """Let each save flush lines and rows first: a run that resumes from it does not write earlier ones again."""
+    """Let each save flush lines and rows first.
+
+    A run that resumes from it does not write earlier ones again.
+    """
     if run.saver is None:
         return
     flushes = [observer.flush for observer in that_define("flush", run.observers)]
@@ -123,13 +138,13 @@ def _flush_before_saves(run: RunContext) -> None:
 
 
 def _resume_hooks(run: RunContext) -> bool:
-    """Give the hooks their states of the checkpoint; return whether one of them keeps the run stopped."""
+    """Give the hooks their states of the checkpoint; return whether one keeps the run stopped."""
     is_stopped = restore_hooks(run)
     for hook in run.components.hooks:
         if isinstance(hook, RunSaverHook):
             hook.resume(run.step, run.state)
-    # If a signal interrupted an evaluation before this checkpoint was saved, it is made now. This is so even if a hook
-    # keeps the run stopped: the result is owed.
+    # If a signal interrupted an evaluation before this checkpoint was saved, it is made now. This
+    # is so even if a hook keeps the run stopped: the result is owed.
     is_done = run.components.runner.call_before_steps(call_again)
     return is_stopped or is_done
 
@@ -153,7 +168,8 @@ def _open_checkpoints(run: RunContext) -> StateSource:
         origin = dataclasses.replace(origin, lineage=origin.lineage._replace(name=run.new_name))
     run.origin = origin
     if origin.is_new_branch:
-        # The programs are made for this state. `_restore` sets it again, with the contents of the checkpoint.
+        # The programs are made for this state. `_restore` sets it again, with the contents of the
+        # checkpoint.
         course.begin_at(origin.step)
         course.set_state(source.state)
     return source
@@ -167,7 +183,10 @@ def _reading(run: RunContext, step: int) -> Iterator[None]:
 
 
 def _close_saver(run: RunContext, saver: Saver) -> None:
-    """Wait for pending writes, except after a second Ctrl-C; close the `Saver` unless the user passed it."""
+    """Wait for pending writes, except after a second Ctrl-C.
+
+    Close the `Saver` unless the user passed it.
+    """
     waits = not run.signals.received_twice
     if saver is not run.options.checkpoint_dir:
         saver.close(wait=waits)
@@ -175,8 +194,13 @@ def _close_saver(run: RunContext, saver: Saver) -> None:
         saver.wait()
 
 
-def _restore(run: RunContext, source: StateSource, dispatch: Dispatch, batches: Tree) -> BatchReader | None:
-    """Restore the state, while the first batch is made and its program compiled; return the batches, if any begun."""
+def _restore(
+    run: RunContext, source: StateSource, dispatch: Dispatch, batches: Tree
+) -> BatchReader | None:
+    """Restore the state; return the batches, if they have begun early.
+
+    Meanwhile, the first batch is made and its program compiled.
+    """
     origin = run.origin
     if source.problem is not None:
         raise source.problem
@@ -184,7 +208,9 @@ def _restore(run: RunContext, source: StateSource, dispatch: Dispatch, batches: 
     if unread is not None:
         unread.check_run(run.state)  # before a program is compiled, which takes longer
     run.course.begin_at(origin.step)
-    early_batches = processes.share_errors(lambda: _begin_batches_early(run, dispatch, batches), _NO_BATCHES)
+    early_batches = processes.share_errors(
+        lambda: _begin_batches_early(run, dispatch, batches), _NO_BATCHES
+    )
     with _reading(run, origin.step) if unread is not None else run.course.doing(Activity.STARTING):
         state = read_state(run.saver, origin, source, run.state)
     run.course.set_start(state, origin)
@@ -195,7 +221,7 @@ def _restore(run: RunContext, source: StateSource, dispatch: Dispatch, batches: 
 
 
 def _open_record(run: RunContext) -> int:
-    """Let the observers open what they record of this start; return its number, which process 0 knows."""
+    """Let observers open their record of this start; return its number, which process 0 knows."""
 
     def open_and_number() -> tuple[int]:
         if processes.is_process_0():
@@ -222,7 +248,11 @@ def _remove_temporary(options: Options) -> None:
 def _make_dispatch(run: RunContext) -> Dispatch:
     options = run.options
     table = ProgramTable(
-        run.train_steps, options.steps_per_call, state=run.state, sums=run.sums, compiling=run.compiling
+        run.train_steps,
+        options.steps_per_call,
+        state=run.state,
+        sums=run.sums,
+        compiling=run.compiling,
     )
     dispatch = Dispatch(
         table,
@@ -240,18 +270,29 @@ def _make_dispatch(run: RunContext) -> Dispatch:
 
 
 def _find_example_counter(options: Options) -> Callable[..., int | None] | None:
-    """Return how the user's hook counts the examples of a batch; None if it is the size of the leading axis."""
+    """Return how the user's hook counts a batch's examples; None for its leading axis."""
     return next(filter(None, map(example_counter, options.hooks)), None)
 
 
-def _make_chunks(run: RunContext, table: ProgramTable, hooks: Sequence[Any], reader: BatchReader) -> Iterator[Chunk]:
+def _make_chunks(
+    run: RunContext, table: ProgramTable, hooks: Sequence[Any], reader: BatchReader
+) -> Iterator[Chunk]:
     options = run.options
     first = run.course.first
     ends: Iterable[float] = (math.inf,)
     if table.is_looped:
         changes = ProgramChanges(run.train_steps, reader.source.next_change)
-        ends = changes.end_steps(first, options.stop_step, functools.partial(run.timetable.next_end, hooks))
-    return make_chunks(reader, first, table.program_for, options.batch_sharding, on_device=table.on_device, ends=ends)
+        ends = changes.end_steps(
+            first, options.stop_step, functools.partial(run.timetable.next_end, hooks)
+        )
+    return make_chunks(
+        reader,
+        first,
+        table.program_for,
+        options.batch_sharding,
+        on_device=table.on_device,
+        ends=ends,
+    )
 
 
 # The batches, whose first one is made while the state is restored.
@@ -266,14 +307,15 @@ def _begin_batches_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> 
         return None  # by the body, or with the state, which is not read yet
     sequence = batches if isinstance(batches, BatchSequence) else None
     if sequence is None and run.origin.kind is Kind.FRESH:
-        # Nothing is restored meanwhile. A sequence goes on all the same: its shapes are known, so that its program can
-        # be compiled while its first batch is made.
+        # Nothing is restored meanwhile. A sequence goes on all the same: its shapes are known, so
+        # that its program can be compiled while its first batch is made.
         return None
     if sequence is not None and not sequence.is_endless and first >= len(sequence):
         return None  # the batches are used up
     reader = _begin_batches(run, batches)
     reopen_source: Callable[[], BatchSource] | None = None
-    if reader.source.may_be_opened_again:  # a function of the step may have failed because it depends on a hook
+    if reader.source.may_be_opened_again:
+        # A function of the step may have failed because it depends on a hook.
         reopen_source = functools.partial(_open_source, run, batches)
     reader.start(reopen_source)
     sharding = run.options.batch_sharding
@@ -314,7 +356,9 @@ def _open_source(run: RunContext, batches: Tree) -> BatchSource:
 
 def _open_reader(run: RunContext, batches: Tree, early_batches: BatchReader | None) -> BatchReader:
     """Return the batches that have begun early, or open them."""
-    return processes.share_errors(lambda: early_batches or _begin_batches(run, batches), _NO_BATCHES)
+    return processes.share_errors(
+        lambda: early_batches or _begin_batches(run, batches), _NO_BATCHES
+    )
 
 
 def _close_batches(run: RunContext, reader: BatchReader, feeder: BatchFeeder) -> None:

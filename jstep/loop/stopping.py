@@ -1,31 +1,36 @@
-"""How a run ends at each moment: what a signal, an error and a stall do, what is saved, and the exit code.
+"""How a run ends at each moment: what a signal, an error and a stall do, and what is saved.
 
 | moment | phase | a signal or `stop_secs` | an error | a stall, with `StallHook(exit_secs=…)` |
 |---|---|---|---|---|
-| start | starting | leaves immediately; saves nothing | is raised; nothing to save | ends; saves nothing |
+| start | starting | exits immediately; saves nothing | is raised; nothing to save | ends |
 | waiting for a batch | waiting | stops waiting, saves | saves | another thread saves |
-| compiling | starting | stops tracing, or leaves XLA running, saves | saves | ends; saves nothing |
-| in a call | stepping | finishes the iteration, saves | the state is lost | ends; saves nothing |
-| in a hook | hooks | finishes the iteration, saves | calls the others; saves nothing | ends; saves nothing |
-| in the last evaluation | evaluating | abandons it until the restart, saves | saves nothing | ends; saves nothing |
-| in an evaluation | evaluating | finishes the iteration, saves | saves nothing | ends; saves nothing |
-| in the body of a loop | hooks | finishes the iteration, saves | saves nothing | ends; saves nothing |
+| compiling | starting | stops tracing, or leaves XLA running, saves | saves | ends |
+| in a call | stepping | finishes the iteration, saves | the state is lost | ends |
+| in a hook | hooks | finishes the iteration, saves | calls the others; saves nothing | ends |
+| in the last evaluation | evaluating | abandons it until a restart, saves | saves nothing | ends |
+| in an evaluation | evaluating | finishes the iteration, saves | saves nothing | ends |
+| in the body of a loop | hooks | finishes the iteration, saves | saves nothing | ends |
 | in a save | saving | finishes it | is raised, and says what is saved | ends; the save may exist |
-| in an `end` | hooks | finishes it; saves the state before the `end`s, or all | saves the former | ends; that stays |
-| after the loop | hooks | leaves where the block ends; all is saved | all is saved | ends; all is saved |
+| in an `end` | hooks | finishes it; saves the pre-end state, or all | the former | ends; it stays |
+| after the loop | hooks | exits after the block; all is saved | all is saved | ends; all is saved |
 | closing | saving | closes the rest; all is saved | closes the rest | ends; all is saved |
 
-A second SIGINT exits immediately, at any moment. In `train` and in `Run`, an iteration is a call, its hooks, and the
-body of the loop. If the body makes the batches, the iteration is the body with all its calls, and the time of the body
-itself counts as waiting. A restart resumes only between two iterations, so if an error or an exit ends an iteration
-early, nothing of it is saved. "The last evaluation" is that of an iteration, not of the run: neither a body nor a hook
-that may replace the state follows it. Those before the first step and at the end count as such, too. `ending.py`
-defines the end.
+If the last column only says *ends*, nothing is saved. The pre-end state is the one before the
+`end`s; after an error, it alone is saved.
 
-The exit code is that of `Preempted`, `KeyboardInterrupt` or the error, and 75 after a stall. Nothing is saved if a loss
-or the parameters are not finite, or if a hook prevents it. An evaluation by `jstep.evaluator` is abandoned between two
-batches; any other function is finished. Another thread saves if the user's loader stalls. Several processes stop after
-the same call; if one of them fails or stalls, nothing is saved.
+A second SIGINT exits immediately, at any moment. In `train` and in `Run`, an iteration is a call,
+its hooks, and the body of the loop. If the body makes the batches, the iteration is the body with
+all its calls, and the time of the body itself counts as waiting. A restart resumes only between two
+iterations, so if an error or an exit ends an iteration early, nothing of it is saved. "The last
+evaluation" is that of an iteration, not of the run: neither a body nor a hook that may replace the
+state follows it. Those before the first step and at the end count as such, too. `ending.py` defines
+the end.
+
+The exit code is that of `Preempted`, `KeyboardInterrupt` or the error, and 75 after a stall.
+Nothing is saved if a loss or the parameters are not finite, or if a hook prevents it. An evaluation
+by `jstep.evaluator` is abandoned between two batches; any other function is finished. Another
+thread saves if the user's loader stalls. Several processes stop after the same call; if one of them
+fails or stalls, nothing is saved.
 """
 
 import asyncio
@@ -59,19 +64,25 @@ def report_early_end(run: RunContext) -> None:
     first = run.course.first
     last_step = run.options.last_step
     if run.step == first and run.origin.is_restored:
-        logger.info("the batches are used up at step %d, at which the run was restored: it is finished", first)
+        logger.info(
+            "the batches are used up at step %d, at which the run was restored: it is finished",
+            first,
+        )
         return
     if run.step == first:
         raise ValueError(
-            f"batches: there is no batch for step {first}, the first of this run (last_step={last_step}); give "
-            "batches up to that step, such as jstep.batches(…), or a list of all of them, which begins with step 0"
+            f"batches: there is no batch for step {first}, the first of this run "
+            f"(last_step={last_step}); give batches up to that step, such as jstep.batches(…), or "
+            "a list of all of them, which begins with step 0"
         )
     if last_step is None:
         logger.info("the batches ended after step %d, and so does the run", run.step)
         return
     logger.warning(
-        "The batches ended after step %d, before last_step=%d: the run ends there. For more passes over the data, "
-        "give jstep.batches(…, num_epochs=None), or an iterable that does not end, see docs: recipes/loaders#epochs",
+        "The batches ended after step %d, before last_step=%d: the run ends there. For more passes "
+        "over the data, "
+        "give jstep.batches(…, num_epochs=None), or an iterable that does not end, see docs: "
+        "recipes/loaders#epochs",
         run.step,
         last_step,
         extra=BELOW_BAR,
@@ -83,7 +94,10 @@ def report_done(run: RunContext) -> None:
     first = run.course.first
     last_step = run.options.stop_step
     if first > last_step:
-        text = "last_step=%d: the run is already at step %d; there is nothing left to run. Give a larger last_step"
+        text = (
+            "last_step=%d: the run is already at step %d; there is nothing left to run. Give a "
+            "larger last_step"
+        )
         logger.warning(text, last_step, first, extra=BELOW_BAR)
         return
     reason = _stop_reason(run) if first < last_step else ""
@@ -95,7 +109,9 @@ def _stop_reason(run: RunContext) -> str:
     """Say which hook keeps the run stopped; "" if none says so."""
     name = run.origin.extra.get(STOPPED)
     if name is not None:
-        remedy = "remove that hook, change its settings, or reset its state: EarlyStopping(reset=True)"
+        remedy = (
+            "remove that hook, change its settings, or reset its state: EarlyStopping(reset=True)"
+        )
         return f"{name} stopped it at step {run.course.first}; to continue, {remedy}"
     for hook in run.options.hooks:
         reason = getattr(hook, "stop_reason", None)
@@ -117,8 +133,8 @@ def exit_on_signal(run: RunContext) -> NoReturn:
     outcomes = list[str]()
     errors = HookErrors(run.course)
     for hook in savers:
-        # A start that has found the mark and took no step has nothing to save by the user's savers: they had all saved
-        # when the mark was written.
+        # A start that has found the mark and took no step has nothing to save by the user's savers:
+        # they had all saved when the mark was written.
         if is_idle and not isinstance(hook, RunSaverHook):
             continue
         with errors:
@@ -132,7 +148,10 @@ def exit_on_signal(run: RunContext) -> NoReturn:
 
 
 def _raise_if_not_finite(run: RunContext) -> None:
-    """Raise the error of what is not finite, if that prevents a save: it says more than the exit by a signal."""
+    """Raise the error of what is not finite, if that prevents a save.
+
+    It says more than the exit by a signal.
+    """
     run.components.prevents_save(run.step)  # `NanLossHook` raises a more specific error
     finiteness = run.components.finiteness
     for hook in finiteness.savers:
@@ -140,7 +159,9 @@ def _raise_if_not_finite(run: RunContext) -> None:
 
 
 def exit_immediately(step: int, error: KeyboardInterrupt) -> NoReturn:
-    again = KeyboardInterrupt(f"SIGINT was received twice: the run ended immediately, at step {step}")
+    again = KeyboardInterrupt(
+        f"SIGINT was received twice: the run ended immediately, at step {step}"
+    )
     attach_state(again, getattr(error, "state", None))
     raise again.with_traceback(None) from None
 
@@ -159,7 +180,11 @@ def exit_after_closing(run: RunContext, state: TrainState | None) -> NoReturn:
 def note_closing(run: RunContext, error: Exception, state: TrainState) -> None:
     attach_state(error, state)
     step = run.step
-    note(error, f"jstep: at step {step}, while the run closed; the state after step {step} is in its `state`.")
+    note(
+        error,
+        f"jstep: at step {step}, while the run closed; the "
+        f"state after step {step} is in its `state`.",
+    )
 
 
 def attach_last_state(run: RunContext, error: BaseException) -> bool:
@@ -179,7 +204,7 @@ _UNPRINTED = SystemExit, GeneratorExit, asyncio.CancelledError
 
 
 def rescue(run: RunContext, error: BaseException) -> None:
-    """Save the state, if a restart may resume from it, and attach it to the error with a note that says so."""
+    """Save the state, if a restart may resume from it, and attach it to the error with a note."""
     place = _describe_place(run)  # before the state is saved, which is another activity
     obeys_signal = _obeys_signal(run, error)
     text = f"{place}{_save_and_attach(run, error, obeys_signal=obeys_signal)}."
@@ -224,12 +249,14 @@ STALL_EXIT_CODE = 75
 """`EX_TEMPFAIL` of sysexits.h: a launcher may restart the run."""
 
 
-def exit_after_stall(run: RunContext, *, may_save: bool, save_secs: float, grace_secs: float) -> NoReturn:
+def exit_after_stall(
+    run: RunContext, *, may_save: bool, save_secs: float, grace_secs: float
+) -> NoReturn:
     """End a process that stalls, from another thread.
 
     Args:
-        may_save: Whether there is one process, which stalls in the user's loader, between two iterations: so its state
-            may be saved.
+        may_save: Whether there is one process, which stalls in the user's loader, between two
+            iterations: so its state may be saved.
         save_secs: How long a save may take.
         grace_secs: How long it waits before it ends, so that other processes come here as well.
     """
@@ -237,7 +264,8 @@ def exit_after_stall(run: RunContext, *, may_save: bool, save_secs: float, grace
         if not _call_in_thread(lambda: logger.warning("%s", save_stalled_run(run)), save_secs):
             log_in_time(f"step {run.step} could not be saved within {save_secs:.0f} s")
     elif run.course.status == ENDING and run.saver is not None:
-        _call_in_thread(engine_of(run.saver).wait_until_finished, save_secs)  # of the pre-end checkpoint
+        # It waits for the pre-end checkpoint.
+        _call_in_thread(engine_of(run.saver).wait_until_finished, save_secs)
     _call_in_thread(lambda: print(end="", flush=True))
     _call_in_thread(logging.shutdown)
     time.sleep(grace_secs)
@@ -249,7 +277,7 @@ def log_in_time(text: str) -> None:
 
 
 def _call_in_thread(fn: Callable[[], Any], seconds: float = 5.0) -> bool:
-    """Call a function that may wait for a lock of the code which hangs; return whether it has returned in time."""
+    """Call a function that may wait for a lock of code that hangs; return if it ended in time."""
     return done_in_time(fn, seconds, name="jstep-stall")
 
 
@@ -273,7 +301,7 @@ def save_stalled_run(run: RunContext) -> str:
 
 
 def _save_after_error(run: RunContext, error: BaseException) -> str:
-    """Let each saver save; return what the note of the error says of the state, as the rest of a sentence."""
+    """Let each saver save; return what the note says of the state, as the rest of a sentence."""
     if not processes.is_single_process():
         # Not asked of the savers, which would call collectives.
         own_saver = find_own_saver(run)
@@ -300,13 +328,17 @@ def _save_after_error(run: RunContext, error: BaseException) -> str:
             outcome = "is not saved" if is_same else f"could not be saved: {_error_clause(failure)}"
             # The first outcome is in the note of the error anyway.
             if outcomes and not is_same:
-                note(error, f"Additionally, {hook_name(hook)} could not save step {run.step}: {_error_clause(failure)}")
+                note(
+                    error,
+                    f"Additionally, {hook_name(hook)} could not save step {run.step}: "
+                    f"{_error_clause(failure)}",
+                )
         outcomes.append(outcome)
     return f", and {outcomes[0]}"
 
 
 def _save(run: RunContext, hook: SaverHook, as_name: str = "") -> str:
-    """Let a hook save until it is on disk; return the outcome, as the rest of a sentence about the state."""
+    """Let a hook save, to disk; return the outcome, as the rest of a sentence about the state."""
     if run.course.call_hook(HookCall(hook, "save"), hook.save, run.step, run.state, wait=True):
         return f"is saved{as_name}; start the run again to resume"
     return "is not saved: a hook prevented it"
@@ -346,12 +378,12 @@ def _describe_place(run: RunContext) -> str:
 def interrupted_state() -> TrainState | None:
     """Return the last complete state of the last run in this process that an exception ended.
 
-    Pass it to `train` to continue. It is kept only in interactive sessions: IPython, a notebook or Python's prompt. No
-    copy is made: a run donates it.
+    Pass it to `train` to continue. It is kept only in interactive sessions: IPython, a notebook or
+    Python's prompt. No copy is made: a run donates it.
 
     Returns:
-        The state; None if the last run ended well, if another one has taken a step since, or if the state was donated.
-        A run that fails before its first step leaves the kept state unchanged.
+        The state; None if the last run ended well, if another one has taken a step since, or if the
+        state was donated. A run that fails before its first step leaves the kept state unchanged.
 
     Example:
         >>> import jstep

@@ -1,6 +1,7 @@
-"""What are the numbers of steps? They are summed on the device, and brought to the host without waiting for it.
+"""What are the numbers of steps? They are summed on the device.
 
-A *ratio* is a metric that is a `mean_of`: its total is divided by its own count, not by the number of steps.
+They are brought to the host without waiting for the device. A *ratio* is a metric that is a
+`mean_of`: its total is divided by its own count, not by the number of steps.
 
 - `device_sums`: sums of metrics on the device.
 - `in_flight`: the step that the device has finished.

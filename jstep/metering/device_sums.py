@@ -1,4 +1,4 @@
-"""The sums of metrics on the device: the layout of their array, and how a program adds the metrics of steps to it."""
+"""Sums of metrics on the device: the layout of their array, and how a program adds steps to it."""
 
 import dataclasses
 import functools
@@ -19,20 +19,23 @@ from jstep.training.metrics import GRAD_NORM, losses_in
 
 
 class DeviceSums(NamedTuple):
-    """The sums since the last cut, and the number of consecutive skipped updates, which a cut keeps."""
+    """The sums since the last cut, and the number of consecutive skips, which a cut keeps."""
 
     array: Any
     skips: Any
 
 
 class Watched(NamedTuple):
-    """What is recorded of single steps. Indices of steps count from 0 at the last cut; −1 if there was none.
+    """What is recorded of single steps.
+
+    Indices of steps count from 0 at the last cut; they are −1 if there was none.
 
     Attributes:
         seen: The number of steps.
         bad_step: The first step whose loss is not finite, unless its update was skipped.
         bad_loss: The loss of that step.
-        bad_gradient_step: The first step whose gradient norm is not finite, unless its update was skipped.
+        bad_gradient_step: The first step whose gradient norm is not finite, unless its update was
+            skipped.
         skip_limit_step: The first step that reached the limit of consecutive skipped updates.
     """
 
@@ -43,15 +46,18 @@ class Watched(NamedTuple):
     skip_limit_step: Any
 
 
-_NOTHING_WATCHED = Watched(seen=0, bad_step=-1, bad_loss=0, bad_gradient_step=-1, skip_limit_step=-1)
+_NOTHING_WATCHED = Watched(
+    seen=0, bad_step=-1, bad_loss=0, bad_gradient_step=-1, skip_limit_step=-1
+)
 
 
 class SumBlocks(NamedTuple):
     """The parts of the array of sums.
 
-    Everything is in one array, because each array that a program returns costs a transfer. A sum is stored in two
-    floats, `totals` and the rounding errors that `totals` lost, so that a mean is as accurate as one of float64. (An
-    integer that one float cannot hold is rounded once, before it is added.)
+    Everything is in one array, because each array that a program returns costs a transfer. A sum is
+    stored in two floats, `totals` and the rounding errors that `totals` lost, so that a mean is as
+    accurate as one of float64. (An integer that one float cannot hold is rounded once, before it is
+    added.)
     """
 
     totals: Any
@@ -63,9 +69,9 @@ class SumBlocks(NamedTuple):
 class Columns(NamedTuple):
     """The metrics that have a column in the sums, and which of them are watched.
 
-    There is one column for each of `names`, and then one for the count of each of `ratios`. A step contributes a row:
-    these numbers, and last its loss. If it has several, or an array of them, the last number is finite exactly if all
-    are.
+    There is one column for each of `names`, and then one for the count of each of `ratios`. A step
+    contributes a row: these numbers, and last its loss. If it has several, or an array of them, the
+    last number is finite exactly if all are.
 
     Attributes:
         names: The metrics; a `mean_of` contributes its total here.
@@ -121,8 +127,11 @@ class Columns(NamedTuple):
             return jnp.zeros((), self.dtype)
         if len(parts) == 1 and parts[0].ndim == 0:
             return parts[0]
-        # The sum of finite losses may overflow. Without them, the sum is finite exactly if each loss is.
-        nonfinite_sums = [jnp.where(jnp.isfinite(part), jnp.zeros_like(part), part).sum() for part in parts]
+        # The sum of finite losses may overflow. Without them, the sum is finite exactly if each
+        # loss is.
+        nonfinite_sums = [
+            jnp.where(jnp.isfinite(part), jnp.zeros_like(part), part).sum() for part in parts
+        ]
         total = nonfinite_sums[0].astype(self.dtype)
         for other in nonfinite_sums[1:]:
             total = total + other.astype(self.dtype)
@@ -181,8 +190,8 @@ def _first_index(recorded: Any, flags: Any, seen: Any) -> Any:
 def _count_in_a_row(skipped: Any, skips_before: Any) -> Any:
     """Return, for each row, the number of consecutive skipped updates that end with it."""
     rows = jnp.arange(len(skipped), dtype=np.int32)
-    # The index of the latest row up to each one whose update was applied; −1 if there is none, so that the skips
-    # before these rows count, too.
+    # The index of the latest row up to each one whose update was applied; −1 if there is none, so
+    # that the skips before these rows count, too.
     last_applied = jax.lax.cummax(jnp.where(skipped, jnp.int32(-1), rows))
     return jnp.where(last_applied < 0, skips_before + rows + 1, rows - last_applied)
 
@@ -204,18 +213,23 @@ def _sum_rows(numbers: Any) -> tuple[Any, Any]:
         return total, a[1] + b[1] + lost
 
     zero = jnp.zeros((), numbers.dtype)
-    total, error = jax.lax.reduce((numbers, jnp.zeros_like(numbers)), (zero, zero), add_with_error, (0,))
+    total, error = jax.lax.reduce(
+        (numbers, jnp.zeros_like(numbers)), (zero, zero), add_with_error, (0,)
+    )
     return total, error
 
 
 def is_bad(finite: Any, skipped: Any) -> Any:
-    """Whether a number is not finite and its update was not skipped, elementwise, on the device or on the host."""
+    """Whether a number is not finite and its update was not skipped, elementwise.
+
+    It is called on the device and on the host.
+    """
     return ~(finite | skipped)
 
 
 @dataclasses.dataclass(frozen=True)
 class Accumulate:
-    """Chooses the columns of a traced step. Not a closure, because programs are cached by its equality."""
+    """Chooses the columns of a traced step; no closure, as programs are cached by its equality."""
 
     limit: int | None = None
 
@@ -230,8 +244,9 @@ def choose_columns(
     """Return the columns of metrics on the device.
 
     Args:
-        losses: The names of the losses of the step. The caller finds them among all of its metrics, of which those on
-            the host are not in `metrics`: `loss/note` is a loss only if the step has no `loss`, be it on the host.
+        losses: The names of the losses of the step. The caller finds them among all of its metrics,
+            of which those on the host are not in `metrics`: `loss/note` is a loss only if the step
+            has no `loss`, be it on the host.
     """
     names: list[str] = []
     ratios: list[int] = []
@@ -267,7 +282,10 @@ def _is_wide(value: Any) -> bool:
 
 @functools.cache
 def compile_add(columns: Columns, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Compile `add(sums, calls, num_steps) -> sums` for calls of one step, padded after `num_steps`."""
+    """Compile `add(sums, calls, num_steps) -> sums` for calls of one step.
+
+    The calls are padded after `num_steps`.
+    """
 
     def add(sums: DeviceSums, calls: list[list[Any]], num_steps: object) -> DeviceSums:
         rows = [columns.row(dict(zip(names, values, strict=True))) for values in calls]
@@ -311,7 +329,7 @@ class DeviceAccumulator:
         self._zeros: dict[Any, DeviceSums] = {}
 
     def zeros(self, columns: Columns, like: Tree) -> DeviceSums:
-        """Return empty sums on the devices of `like`; they are made once, because each transfer is a dispatch."""
+        """Return empty sums on the devices of `like`, made once: each transfer is a dispatch."""
         sharding = _sharding_of(like)
         key = columns, sharding
         if key not in self._zeros:
@@ -321,14 +339,15 @@ class DeviceAccumulator:
         return self._zeros[key]
 
     def sums_like(self, columns: Columns, like: Tree) -> DeviceSums:
-        """Return the sums since the last cut; the first ones after it are made on the devices of `like`."""
+        """Return the sums since the last cut; the first ones are made on the devices of `like`."""
         if self._sums is not None:
             return self._sums
         sums = self.zeros(columns, like)
         if self.skips is not None:
             skips = self.skips
             sharding = _sharding_of(like)
-            if _sharding_of(skips) != sharding:  # the run has moved to other devices since the last cut
+            if _sharding_of(skips) != sharding:
+                # The run has moved to other devices since the last cut.
                 with internal_transfers():
                     skips = _put(read_value(skips), sharding)
             sums = sums._replace(skips=skips)
@@ -342,7 +361,8 @@ class DeviceAccumulator:
         """Add the pending calls, before code runs that may donate their metrics."""
         calls = self.calls
         self.calls = []
-        # A committed array decides on which devices the program runs, and the sums must be on the same ones.
+        # A committed array decides on which devices the program runs, and the sums must be on the
+        # same ones.
         committed = (x for x in jax.tree.leaves(calls[0]) if getattr(x, "committed", False))
         sums = self.sums_like(plan.columns, next(committed, None))
         num_steps = np.int32(len(calls))

@@ -1,4 +1,4 @@
-"""The calls in flight: the step that the device has finished, and a limit of about one second of work."""
+"""The calls in flight: the step that the device has finished, and a limit of about a second."""
 
 import bisect
 import contextlib
@@ -23,15 +23,20 @@ _NEWEST_WEIGHT = 0.3
 """The weight of the newest observation in the average duration of a call."""
 _MIN_BETWEEN_LOOKS = 8
 _MAX_BETWEEN_LOOKS = 64
-"""The least and the largest number of calls between two looks at which calls have finished: a hundredth of the limit.
-To ask an array whether it is ready takes some microseconds, most of them in the locks of XLA's threads."""
+"""The least and the largest number of calls between two looks at which calls have finished.
+
+In between it is a hundredth of the limit. To ask an array whether it is ready takes some
+microseconds, most of them in the locks of XLA's threads.
+"""
 _KEPT_DURATIONS = 64
 """The number of durations that are kept."""
 
 
 _Call = tuple[Any, int, int]
-"""An array that is ready when a call has finished, and the steps before and after it. No `NamedTuple`, as one is made
-at each step."""
+"""An array that is ready when a call has finished, and the steps before and after it.
+
+It is not a `NamedTuple`, because one is made at each step.
+"""
 
 
 class _SeenStep(NamedTuple):
@@ -46,13 +51,15 @@ class InFlight:
 
     One thread adds calls; any thread may query the `unfinished` one.
 
-    Each call in flight holds its batch and its metrics in the memory of the device. Their limit is known by the calls
-    before: when quick calls become slow at once, as many may be in flight as one second of the quick ones, until the
-    first slow one is seen to have finished. That is seen at most 64 calls late.
+    Each call in flight holds its batch and its metrics in the memory of the device. Their limit is
+    known by the calls before: when quick calls become slow at once, as many may be in flight as one
+    second of the quick ones, until the first slow one is seen to have finished. That is seen at
+    most 64 calls late.
 
     Attributes:
         finished: The step after the last call that is known to have finished; 0 without one.
-        is_check_due: Whether `make_room` must check which calls have finished: to drop these, or to wait for one.
+        is_check_due: Whether `make_room` must check which calls have finished: to drop these, or to
+            wait for one.
         per_step: The latest durations of calls, in seconds per step.
     """
 
@@ -67,8 +74,10 @@ class InFlight:
         self._call_secs: float | None = None  # the average duration of a call
         self.max_calls = _MIN_CALLS
         self._look_at = _MIN_CALLS  # the number of calls at which to look which ones have finished
-        self._array_type: type | None = None  # that of the latest result: `isinstance` takes a microsecond
-        # Whether later calls donate the metrics of earlier ones, which shows only when such an array is deleted.
+        # The type of the latest result, because `isinstance` takes a microsecond.
+        self._array_type: type | None = None
+        # Whether later calls donate the metrics of earlier ones, which shows only when such an
+        # array is deleted.
         self._are_donated = False
 
     def add(self, first: int, step: int, state: trees.Tree, metrics: Any) -> None:
@@ -77,8 +86,8 @@ class InFlight:
         if self._are_donated:
             metrics = None
         result = metrics.get(LOSS) if isinstance(metrics, dict) else None
-        # One comparison at most steps. Otherwise the loss is an array of another class, or there is none: the step has
-        # no such metric, or its metrics are donated.
+        # One comparison at most steps. Otherwise the loss is an array of another class, or there is
+        # none: the step has no such metric, or its metrics are donated.
         if type(result) is not self._array_type:
             if not isinstance(result, jax.Array):
                 result = _find_result(state, metrics)
@@ -88,7 +97,8 @@ class InFlight:
 
     def drop_finished(self) -> None:
         calls = self._calls
-        while calls and calls[0][0].is_deleted():  # for example a metric that is an array of the state: no information
+        while calls and calls[0][0].is_deleted():
+            # For example, a metric that is an array of the state: it gives no information.
             self._are_donated = True
             calls.popleft()
         num_calls = self._count_finished()
@@ -102,7 +112,7 @@ class InFlight:
         self.is_check_due = len(calls) >= self._look_at
 
     def _count_finished(self) -> int:
-        """Return how many of the oldest calls have finished: the device finishes calls in their order."""
+        """Return how many of the oldest calls have finished: the device finishes them in order."""
         calls = self._calls
         if not calls:
             return 0
@@ -110,10 +120,15 @@ class InFlight:
             return len(calls)
         if not _is_ready(calls[0][0]):
             return 0
-        return bisect.bisect_left(calls, True, 1, len(calls) - 1, key=lambda call: not _is_ready(call[0]))
+        return bisect.bisect_left(
+            calls, True, 1, len(calls) - 1, key=lambda call: not _is_ready(call[0])
+        )
 
     def _measure(self, num_calls: int, num_steps: int) -> None:
-        """Update the average duration of a call, and the limit that follows from it, by calls that have finished."""
+        """Update the average duration of a call, and the limit that follows from it.
+
+        They are computed from calls that have finished.
+        """
         seen = self._seen
         if seen.step < self.finished:
             finished_at = self._clock()
@@ -151,7 +166,7 @@ class InFlight:
         self.drop_finished()
 
     def unfinished(self) -> tuple[int, int] | None:
-        """Return the steps before and after the call that the device runs; None if it has finished all."""
+        """Return the steps before and after the call that the device runs; None without one."""
         for result, first, step in tuple(self._calls):  # the loop's thread changes them
             # Also a hook or a body may delete the metrics of a call, or donate them to a program.
             is_ready = trees.poll_ready(result)
@@ -180,9 +195,14 @@ def _is_ready(result: Any) -> bool | None:
 def _find_result(state: trees.Tree, metrics: Any) -> Any:
     """Return a small array of a call, which later calls seldom donate.
 
-    It is a metric, which some steps return as an array of the state, too; or a copy of the state's step.
+    It is a metric, which some steps return as an array of the state, too; or a copy of the state's
+    step.
     """
-    arrays = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array) and not trees.is_key(leaf)]
+    arrays = [
+        leaf
+        for leaf in jax.tree.leaves(metrics)
+        if isinstance(leaf, jax.Array) and not trees.is_key(leaf)
+    ]
     if arrays:
         return min(arrays, key=lambda leaf: leaf.size)
     with internal_transfers():

@@ -11,7 +11,7 @@ from jstep.metering.device_sums import Columns
 from jstep.metering.numbers import is_ready, read_value
 
 SumsAndCounts = dict[str, tuple[float, float]]
-"""Name of a metric → its sum and the number of steps that have it; of a `mean_of`, its total and its count."""
+"""Name of a metric → its sum and number of steps that have it; of a `mean_of`, total and count."""
 
 
 def add_pair(sums: SumsAndCounts, name: str, total: float, count: float) -> None:
@@ -19,7 +19,9 @@ def add_pair(sums: SumsAndCounts, name: str, total: float, count: float) -> None
     sums[name] = (old_total + total, old_count + count)
 
 
-def merge_sums(earlier: Mapping[str, tuple[float, float]], later: Mapping[str, tuple[float, float]]) -> SumsAndCounts:
+def merge_sums(
+    earlier: Mapping[str, tuple[float, float]], later: Mapping[str, tuple[float, float]]
+) -> SumsAndCounts:
     merged = dict(earlier)
     for name, (total, count) in later.items():
         add_pair(merged, name, total, count)
@@ -179,7 +181,8 @@ class NewestRatios:
             return
         self._pieces.append(piece)
         with self._lock:
-            # Not only when somebody asks for the values: until then, each piece keeps an array on the device.
+            # Not only when somebody asks for the values: until then, each piece keeps an array on
+            # the device.
             self._take_arrived()
 
     def newest_values(self) -> dict[str, float]:

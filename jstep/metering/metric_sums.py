@@ -1,8 +1,9 @@
-"""Sums of metrics over intervals of steps, accumulated on the device and read without waiting for it.
+"""Sums of metrics over intervals of steps, accumulated on the device, read without waiting for it.
 
-A mean over an interval needs one number from the device, not one for each step. So the sums stay on the device, and
-when a hook ends its interval, the steps since the last cut become a `Piece`, whose array is copied to the host in the
-background. Hooks with different intervals share the pieces, so that a second hook costs no second sum.
+A mean over an interval needs one number from the device, not one for each step. So the sums stay on
+the device, and when a hook ends its interval, the steps since the last cut become a `Piece`, whose
+array is copied to the host in the background. Hooks with different intervals share the pieces, so
+that a second hook costs no second sum.
 """
 
 import enum
@@ -15,21 +16,39 @@ import numpy as np
 
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Tree
-from jstep.metering.device_sums import AddPlan, Columns, DeviceAccumulator, DeviceSums, choose_columns
-from jstep.metering.intervals import HostSums, Interval, NewestRatios, Piece, SumsAndCounts, add_pair
+from jstep.metering.device_sums import (
+    AddPlan,
+    Columns,
+    DeviceAccumulator,
+    DeviceSums,
+    choose_columns,
+)
+from jstep.metering.intervals import (
+    HostSums,
+    Interval,
+    NewestRatios,
+    Piece,
+    SumsAndCounts,
+    add_pair,
+)
 from jstep.metering.numbers import is_number, local_copy, read_value, real_parts, start_copies
 from jstep.metrics.totals import MeanOf
 from jstep.training.metrics import GRAD_NORM, SKIPPED, Constants, Metrics, losses_in
 
 NO_CONSTANTS = Constants({})
 _MAX_CALLS = 25
-"""The calls whose metrics are added in one dispatch, which costs as much as a small train step. 25 divides the usual
-intervals, so that few dispatches are padded."""
+"""The calls whose metrics are added in one dispatch, which costs as much as a small train step.
+
+25 divides the usual intervals, so that few dispatches are padded.
+"""
 _MAX_VALUES = 128
 """The values that are added in one dispatch: each is an argument of its program."""
 _MAX_STEPS = 2**23
-"""The steps after which a piece ends, if no hook has cut it. They are counted in float32, which is exact up to 2**24:
-a call of several steps may add as many again."""
+"""The steps after which a piece ends, if no hook has cut it.
+
+They are counted in float32, which is exact up to 2**24: a call of several steps may add as many
+again.
+"""
 
 
 class Needs(enum.Enum):
@@ -49,12 +68,12 @@ class Needs(enum.Enum):
 class HostAccumulator:
     """The sums of metrics that are numbers of the host.
 
-    Metrics that are constants of the program, such as a learning rate, are the same at each step: their steps are only
-    counted, and `collect` multiplies.
+    Metrics that are constants of the program, such as a learning rate, are the same at each step:
+    their steps are only counted, and `collect` multiplies.
 
     Attributes:
-        constant_steps: The steps of these constants that are not yet in the sums. `MetricSums.add` counts them, without
-            another call in each step.
+        constant_steps: The steps of these constants that are not yet in the sums. `MetricSums.add`
+            counts them, without another call in each step.
     """
 
     def __init__(self) -> None:
@@ -103,7 +122,9 @@ class SplitMetrics(NamedTuple):
 
 
 class PlanTable:
-    """Plans how the metrics of calls of one step are added, once for metrics of the same names, kinds and shapes.
+    """Plans how the metrics of calls of one step are added.
+
+    This is planned once for metrics of the same names, kinds and shapes.
 
     Attributes:
         limit: The number of consecutive skipped updates to report.
@@ -119,14 +140,16 @@ class PlanTable:
         """Split metrics into those that are added on the device and on the host.
 
         Args:
-            may_reuse: Whether an earlier plan for metrics of these names is used: for a step that jstep has not made,
-                which comes here at each call. A program of jstep comes here only when it takes over from another one,
-                whose metrics may have had other dtypes.
+            may_reuse: Whether an earlier plan for metrics of these names is used: for a step that
+                jstep has not made, which comes here at each call. A program of jstep comes here
+                only when it takes over from another one, whose metrics may have had other dtypes.
         """
         losses = losses_in(metrics)
         if not self.has_means:
             watched = *losses, GRAD_NORM, skip
-            metrics = {name: x for name, x in metrics.items() if name in watched or isinstance(x, MeanOf)}
+            metrics = {
+                name: x for name, x in metrics.items() if name in watched or isinstance(x, MeanOf)
+            }
         on_device: dict[str, Any] = {}
         on_host: dict[str, float] = {}
         for name, value in metrics.items():
@@ -136,17 +159,19 @@ class PlanTable:
                 if value.ndim == 0 or name in losses:
                     on_device[name] = value
             elif is_number(value):
-                # Whether a number that is not finite counts depends on whether its update was skipped, which only the
-                # device knows.
+                # Whether a number that is not finite counts depends on whether its update was
+                # skipped, which only the device knows.
                 if name == skip or not math.isfinite(value):
                     on_device[name] = np.float32(value)
                 else:
                     on_host[name] = float(value)
             elif name in losses:  # arrays of NumPy, or several of any kind
                 on_device[name] = [_canonical(part) for part in real_parts([value])]
-        # A metric may be a number at one step and a `mean_of` at the next, so the kind of each belongs to the key.
+        # A metric may be a number at one step and a `mean_of` at the next, so the kind of each
+        # belongs to the key.
         ratios = (name for name, value in on_device.items() if isinstance(value, MeanOf))
-        # A loss may be an array, of each example for instance, and calls are stacked before they are added.
+        # A loss may be an array, of each example for instance, and calls are stacked before they
+        # are added.
         shapes = tuple(_shape(on_device[name]) for name in losses if name in on_device)
         key = skip, tuple(losses), tuple(on_device), tuple(ratios), shapes
         plan = self._plans.get(key) if may_reuse else None
@@ -155,7 +180,9 @@ class PlanTable:
             self._plans[key] = plan
         return SplitMetrics(plan, on_device, on_host)
 
-    def _make(self, metrics: Metrics, losses: Metrics, skip: str | None, shapes: tuple[Any, ...]) -> AddPlan:
+    def _make(
+        self, metrics: Metrics, losses: Metrics, skip: str | None, shapes: tuple[Any, ...]
+    ) -> AddPlan:
         columns = choose_columns(metrics, losses, skip, self.limit)
         names = tuple(name for name in metrics if name in columns.names or name in columns.losses)
         arrays = jax.tree.leaves([metrics[name] for name in names])
@@ -187,9 +214,9 @@ class MetricSums:
     - Any thread may read what `follow_ratios` has returned.
     - If the loop hangs in a loader, the thread that then ends the process calls `latest`.
 
-    A mean is over the steps that have the metric. A value that is not finite is ignored if its update was skipped. A
-    program of several steps accumulates by itself, between `begin_call` and `end_call`; calls of one step pass their
-    metrics to `add`.
+    A mean is over the steps that have the metric. A value that is not finite is ignored if its
+    update was skipped. A program of several steps accumulates by itself, between `begin_call` and
+    `end_call`; calls of one step pass their metrics to `add`.
 
     Attributes:
         is_wanted: Whether a hook needs more than the sums of `mean_of`.
@@ -203,15 +230,16 @@ class MetricSums:
         self._newest: list[NewestRatios] = []
         self._plans = PlanTable(limit)
 
-        # The open piece: the steps since the last cut, (_first, _last], all of one plan. Each metric of them is in one
-        # of the two accumulators, and `_make_piece` brings these together.
+        # The open piece: the steps since the last cut, (_first, _last], all of one plan. Each
+        # metric of them is in one of the two accumulators, and `_make_piece` brings these together.
         self._first = -1
         self._last = -1
         self._plan: AddPlan | None = None
         self._device = DeviceAccumulator()
         self._host = HostAccumulator()
         self._cut_piece: Piece | None = None  # the one that the latest cut has ended
-        # The program whose metrics are known to fit `_plan`, recognized by the identity of its constants.
+        # The program whose metrics are known to fit `_plan`, recognized by the identity of its
+        # constants.
         self._planned_for: Constants | None = None
 
     @property
@@ -267,11 +295,18 @@ class MetricSums:
     # Calls of one step.
 
     def add(
-        self, first: int, metrics: Metrics, skip: str | None = SKIPPED, constants: Constants = NO_CONSTANTS
+        self,
+        first: int,
+        metrics: Metrics,
+        skip: str | None = SKIPPED,
+        constants: Constants = NO_CONSTANTS,
     ) -> None:
-        """Add the metrics of the step after `first`; `skip` names the one that is 1 if the update was skipped."""
-        # Once a step: the same program as before has the same metrics, and nothing is planned. Its only numbers of the
-        # host are constants: its metrics are split when it is traced.
+        """Add the metrics of the step after `first`.
+
+        `skip` names the one that is 1 if the update was skipped.
+        """
+        # Once a step: the same program as before has the same metrics, and nothing is planned. Its
+        # only numbers of the host are constants: its metrics are split when it is traced.
         if first == self._last and constants is self._planned_for:
             self._last += 1
             self._host.constant_steps += 1
@@ -284,15 +319,21 @@ class MetricSums:
         # A comprehension for its speed: this runs at each step.
         values = [metrics[name] for name in plan.names]
         calls = self._device.calls
-        # A program on an array with shards in other processes would have to be run by all of them together.
+        # A program on an array with shards in other processes would have to be run by all of them
+        # together.
         calls.append(values if plan.is_local else jax.tree.map(local_copy, values))
         if len(calls) >= plan.max_calls:
             self.flush()
         if self._last - self._first >= _MAX_STEPS:
             self.cut()
 
-    def _begin_step(self, first: int, metrics: Metrics, skip: str | None, constants: Constants) -> dict[str, Any]:
-        """Choose the plan of a step, count it, and add its numbers of the host; return what the device adds."""
+    def _begin_step(
+        self, first: int, metrics: Metrics, skip: str | None, constants: Constants
+    ) -> dict[str, Any]:
+        """Choose the plan of a step, count it, and add its numbers of the host.
+
+        Return what the device adds.
+        """
         is_program = constants is not NO_CONSTANTS  # of jstep, not a step of the user's
         plan, on_device, on_host = self._plans.split(metrics, skip, may_reuse=not is_program)
         if plan.columns.ratios:
@@ -335,7 +376,7 @@ class MetricSums:
         self._device.clear()
 
     def latest(self) -> HostSums | None:
-        """Return the sums of the piece with the latest step, without a cut; waits for the device."""
+        """Return the sums of the piece with the latest step, without a cut; wait for the device."""
         # A hook may have cut at this step: then nothing has been added since.
         piece = self._cut_piece if self._last <= self._first else self._make_piece()
         return None if piece is None else piece.totals()
@@ -356,7 +397,7 @@ class MetricSums:
         self._plan = plan
 
     def _extend(self, first: int, steps: int, constants: Constants) -> None:
-        """Extend the open piece by the steps after `first`, or open another one if they do not follow it."""
+        """Extend the open piece by the steps after `first`, or open another if they do not fit."""
         if first != self._last:  # in another run, or after steps that were not reported
             self.cut()
             self._first = first

@@ -21,15 +21,19 @@ from jstep.training.metrics import LOSS, Metrics
 
 def format_numbers(values: Mapping[str, Any]) -> str:
     numbers = read_values(values).items()
-    return "  ".join([f"{name} {x}" if isinstance(x, int) else f"{name} {x:.4g}" for name, x in numbers])
+    return "  ".join(
+        [f"{name} {x}" if isinstance(x, int) else f"{name} {x:.4g}" for name, x in numbers]
+    )
 
 
 def sorted_numbers(metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]:
-    return {name: metrics[name] for name in sort_metrics(metrics, leave_out) if is_number(metrics[name])}
+    return {
+        name: metrics[name] for name in sort_metrics(metrics, leave_out) if is_number(metrics[name])
+    }
 
 
 def sort_metrics(names: Collection[str], leave_out: Collection[str]) -> list[str]:
-    """Sort metrics: `loss` and learning rates, always, then the others by name, without those left out."""
+    """Sort metrics: always `loss` and learning rates, then the others by name, if not left out."""
     losses: list[str] = []
     rates: list[str] = []
     others: list[str] = []
@@ -107,13 +111,20 @@ def read_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def local_copy(value: Any) -> Any:
-    """Return what one device of this process has of an array over all processes: all of a replicated metric."""
+    """Return what one device of this process has of an array over all processes.
+
+    That is all of a replicated metric.
+    """
     is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
     return value.addressable_data(0) if is_global else value
 
 
 def read_value(value: object) -> np.ndarray[Any, Any]:
-    if isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated:
+    if (
+        isinstance(value, jax.Array)
+        and not value.is_fully_addressable
+        and value.is_fully_replicated
+    ):
         value = value.addressable_data(0)
     return np.asarray(value)
 

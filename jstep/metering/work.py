@@ -1,4 +1,7 @@
-"""The work of a traced program: operations and bytes over all loop iterations; XLA counts each loop body once."""
+"""The work of a traced program: operations and bytes over all loop iterations.
+
+XLA counts each loop body once.
+"""
 
 import functools
 import math
@@ -34,7 +37,8 @@ class Work(NamedTuple):
         nbytes: The same, counted as `flops`.
         unknown: The number of loops, counted once, whose length depends on values.
         products: The operations of matrix products, by dtype and precision, counted as `flops`.
-        factorizations: The operations of factorizations and solves on one device, by name; XLA does not know them.
+        factorizations: The operations of factorizations and solves on one device, by name; XLA does
+            not know them.
         uncounted: The names of the operations whose work is unknown.
     """
 
@@ -60,7 +64,7 @@ class Work(NamedTuple):
         )
 
     def repeat(self, times: int, copies: int) -> "Work":
-        """Return the work of a body that runs so many times, and of which the program has so many copies."""
+        """Return the work of a body that runs so many times and has so many copies."""
         return Work(
             flops_once=copies * self.flops_once,
             flops=times * self.flops,
@@ -68,7 +72,9 @@ class Work(NamedTuple):
             nbytes=times * self.nbytes,
             unknown=self.unknown,
             products=Counter({product: times * flops for product, flops in self.products.items()}),
-            factorizations=Counter({name: times * flops for name, flops in self.factorizations.items()}),
+            factorizations=Counter(
+                {name: times * flops for name, flops in self.factorizations.items()}
+            ),
             uncounted=self.uncounted,
         )
 
@@ -83,8 +89,10 @@ def _work_of_operation(operation: Operation) -> Work:
         return inner[0]
     if operation.kind == "shard_map":
         shards = math.prod(shard_counts(operation).values())
-        # Not of factorizations: each device computes those of its own shard, or else of whole matrices.
-        return inner[0].repeat(shards, copies=shards)._replace(factorizations=inner[0].factorizations)
+        # Not of factorizations: each device computes those of its own shard, or else of whole
+        # matrices.
+        repeated = inner[0].repeat(shards, copies=shards)
+        return repeated._replace(factorizations=inner[0].factorizations)
     if operation.kind == "cond":
         largest = max(inner, key=lambda work: work.flops + work.factorizations.total())
         return largest._replace(uncounted=frozenset().union(*(work.uncounted for work in inner)))
@@ -93,13 +101,15 @@ def _work_of_operation(operation: Operation) -> Work:
         work = condition.plus(loop_body)
         spaces = [getattr(var.aval, "memory_space", None) for var in operation.eqn.invars]
         if jax.memory.Space.Host in spaces:
-            return work  # a loop that loads arrays from the host is one of an offloaded update, counted once
+            # A loop that loads arrays from the host is one of an offloaded update, counted once.
+            return work
         return work._replace(unknown=work.unknown + 1)
     if operation.kind == "scan":
         length = operation.options["length"]
         unroll = min(max(1, int(operation.options["unroll"])), max(1, length))
         if length > unroll:
-            copies = unroll + length % unroll  # the remainder of an unrolled loop is a program of its own
+            # The remainder of an unrolled loop is a program of its own.
+            copies = unroll + length % unroll
         else:
             copies = max(1, length)
         return inner[0].repeat(length, copies)

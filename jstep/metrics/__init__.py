@@ -1,4 +1,6 @@
-"""How good are predictions? Metrics for `jstep.evaluator` that are not means over examples, and ratios of sums.
+"""How good are predictions?
+
+Metrics for `jstep.evaluator` that are not means over examples, and ratios of sums.
 
 - `classification`: metrics of classification.
 - `totals`: totals as arrays, exact for counts, and their ratios for train steps.

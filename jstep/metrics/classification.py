@@ -1,4 +1,4 @@
-"""Metrics of classifiers: accuracy, F1 score, confusion matrix, perplexity, and areas under curves."""
+"""Metrics of classifiers: accuracy, F1 score, confusion matrix, perplexity, areas under curves."""
 
 import dataclasses
 import math
@@ -13,7 +13,14 @@ from jax.typing import ArrayLike
 from jstep.core import device_values, meshes, trees
 from jstep.core.checks import as_choice, as_int, as_number, describe_type
 from jstep.core.trees import Array
-from jstep.metrics.totals import FULL, add_totals, as_one_dtype, element_totals, read_total, sum_where
+from jstep.metrics.totals import (
+    FULL,
+    add_totals,
+    as_one_dtype,
+    element_totals,
+    read_total,
+    sum_where,
+)
 
 # Metrics that are totals over all examples.
 
@@ -46,15 +53,17 @@ class Accuracy(_Totals):
 
 
 def accuracy(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | None = None) -> Accuracy:
-    """Accuracy of a classifier: `sklearn.metrics.accuracy_score(labels, argmax(logits), sample_weight=weights)`.
+    """Accuracy of a classifier.
 
-    Counts are exact up to 2³² labels; more give NaN, and so does a NaN logit. Of equal logits the first is the
-    prediction.
+    Equal to `sklearn.metrics.accuracy_score(labels, argmax(logits), sample_weight=weights)`. Counts
+    are exact up to 2³² labels; more give NaN, and so does a NaN logit. Of equal logits the first is
+    the prediction.
 
     Args:
         logits: `[..., classes]`, logits or probabilities.
         labels: `[...]`, the indices of the true classes.
-        weights: `[...]`, weights ≥ 0, by default 1, or a mask. A label of weight 0 is ignored, whatever it is.
+        weights: `[...]`, weights ≥ 0, by default 1, or a mask. A label of weight 0 is ignored,
+            whatever it is.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`.
@@ -79,7 +88,8 @@ class F1(_Totals):
     """Result of `f1`: totals of one batch or several merged batches.
 
     Attributes:
-        both, predicted, true: The number, or weight, of true positives, predicted positives, positive labels.
+        both, predicted, true: The number, or weight, of true positives, predicted positives,
+            positive labels.
         unknown: The number of examples of weight above 0 whose score is NaN.
     """
 
@@ -98,10 +108,17 @@ class F1(_Totals):
         return 2 * read_total(self.both).item() / either
 
 
-def f1(scores: ArrayLike, labels: ArrayLike, threshold: float = 0.5, *, weights: ArrayLike | None = None) -> F1:
-    """F1 score of a binary classifier: `sklearn.metrics.f1_score(labels, scores > threshold, sample_weight=weights)`.
+def f1(
+    scores: ArrayLike,
+    labels: ArrayLike,
+    threshold: float = 0.5,
+    *,
+    weights: ArrayLike | None = None,
+) -> F1:
+    """F1 score of a binary classifier.
 
-    Counts are exact up to 2³² examples; more give NaN, and so does a NaN score.
+    Equal to `sklearn.metrics.f1_score(labels, scores > threshold, sample_weight=weights)`. Counts
+    are exact up to 2³² examples; more give NaN, and so does a NaN score.
 
     Args:
         scores: Probabilities or other scores, of any shape.
@@ -135,14 +152,15 @@ class ConfusionMatrix(_Totals):
 
     Attributes:
         matrix: `[num_classes, num_classes]`; rows are true classes.
-        unknown: The number of examples of weight above 0 whose prediction or label is not a class index.
+        unknown: The number of examples of weight above 0 whose prediction or label is not a class
+            index.
     """
 
     matrix: Array
     unknown: Array
 
     def compute(self) -> dict[str, int | float]:
-        """Map `i/j` to the number, or weight, of examples of class i that were predicted as class j.
+        """Map `i/j` to the number, or weight, of examples of class i predicted as class j.
 
         Raises:
             ValueError: A prediction or a label is not a class index.
@@ -151,7 +169,8 @@ class ConfusionMatrix(_Totals):
         unknown = int(read_total(self.unknown))
         if unknown:
             raise ValueError(
-                f"num_classes={len(matrix)}: must cover all labels and predictions, {unknown} examples have others"
+                f"num_classes={len(matrix)}: must cover all labels and predictions, "
+                f"{unknown} examples have others"
             )
         cells: dict[str, int | float] = {}
         for i, row in enumerate(matrix):
@@ -163,9 +182,10 @@ class ConfusionMatrix(_Totals):
 def confusion_matrix(
     predictions: ArrayLike, labels: ArrayLike, num_classes: int, *, weights: ArrayLike | None = None
 ) -> ConfusionMatrix:
-    """Confusion matrix of a classifier: `sklearn.metrics.confusion_matrix(labels, predictions, sample_weight=weights)`.
+    """Confusion matrix of a classifier.
 
-    Counts are exact up to 2³² in a cell; more give NaN.
+    Equal to `sklearn.metrics.confusion_matrix(labels, predictions, sample_weight=weights)`. Counts
+    are exact up to 2³² in a cell; more give NaN.
 
     Args:
         predictions: The indices of the predicted classes, of any shape.
@@ -174,8 +194,8 @@ def confusion_matrix(
         weights: As in `accuracy`.
 
     Returns:
-        An object for `jstep.evaluator`, with `merge(other)` and `compute()`, a dict with keys `"i/j"`: examples of
-        class i that were predicted as j, or their weight.
+        An object for `jstep.evaluator`, with `merge(other)` and `compute()`, a dict with keys
+        `"i/j"`: examples of class i that were predicted as j, or their weight.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -183,7 +203,9 @@ def confusion_matrix(
         {'0/0': 1, '0/1': 1, '1/0': 0, '1/1': 1}
     """
     size = as_int(num_classes, "num_classes", 1, "a number of classes")
-    predicted, truth = pair(indices(predictions, "predictions"), indices(labels, "labels"), ("predictions", "labels"))
+    predicted, truth = pair(
+        indices(predictions, "predictions"), indices(labels, "labels"), ("predictions", "labels")
+    )
     predicted, truth, weight = jax.tree.map(whole, (predicted, truth, as_weights(weights, labels)))
     valid = _is_class(predicted, size) & _is_class(truth, size)
     cell = truth.astype(jnp.int32) * size + predicted.astype(jnp.int32)
@@ -196,7 +218,7 @@ def confusion_matrix(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Perplexity(_Totals):
-    """Result of `perplexity`: the sum of weighted −log p(label), and the number, or weight, of labels."""
+    """Result of `perplexity`: Σ weighted −log p(label), and the number, or weight, of labels."""
 
     loss: Array
     total: Array
@@ -211,10 +233,13 @@ class Perplexity(_Totals):
         return math.exp(mean) if mean < 709 else mean * math.inf
 
 
-def perplexity(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | None = None) -> Perplexity:
+def perplexity(
+    logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | None = None
+) -> Perplexity:
     """Perplexity of a language model: exp(mean of −log p(label)), p = softmax(logits).
 
-    Equal to `exp(sklearn.metrics.log_loss(labels, p, sample_weight=weights))`; NaN if a label is not a class index.
+    Equal to `exp(sklearn.metrics.log_loss(labels, p, sample_weight=weights))`; NaN if a label is
+    not a class index.
 
     Args:
         logits: `[..., classes]`.
@@ -227,7 +252,9 @@ def perplexity(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | Non
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> labels = jnp.array([[2, 1, -1], [0, -1, -1]])  # with padding
-        >>> round(jstep.metrics.perplexity(jnp.zeros((2, 3, 50)), labels, weights=labels >= 0).compute(), 3)
+        >>> logits = jnp.zeros((2, 3, 50))
+        >>> result = jstep.metrics.perplexity(logits, labels, weights=labels >= 0)
+        >>> round(result.compute(), 3)
         50.0
     """
     scores, truth = logits_and_labels(logits, labels)
@@ -253,7 +280,8 @@ def _is_class(labels: Array, num_classes: int) -> Array:
         return (labels >= 0) & (labels < num_classes)
 
 
-# Area under the ROC curve, and average precision, from counts of examples by score in a fixed number of bins.
+# Area under the ROC curve, and average precision, from counts of examples by score in a fixed
+# number of bins.
 
 _FINER = 32
 """Multiplier of the requested number of thresholds."""
@@ -277,7 +305,7 @@ class Thresholds(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AUC:
-    """Result of `auc`: the scores of one batch or several merged batches, as counts by threshold."""
+    """Result of `auc`: the scores of one batch or several merged ones, as counts by threshold."""
 
     thresholds: Thresholds
     curve: str = dataclasses.field(metadata={"static": True})
@@ -287,7 +315,9 @@ class AUC:
 
     def merge(self, other: "AUC") -> "AUC":
         pairs = zip(self.thresholds, other.thresholds, strict=True)
-        merged = Thresholds(*(jnp.concatenate(as_one_dtype(bins, others)) for bins, others in pairs))
+        merged = Thresholds(
+            *(jnp.concatenate(as_one_dtype(bins, others)) for bins, others in pairs)
+        )
         return AUC(_merge_bins(merged, self.thresholds.low.size), self.curve)
 
     def compute(self) -> float:
@@ -302,8 +332,8 @@ class AUC:
         low = low[is_filled]
         high = high[is_filled]
         counts = counts[is_filled]
-        # From the highest score to the lowest, by the middle of each bin. That of equal ends is taken as it is, as
-        # their sum may overflow.
+        # From the highest score to the lowest, by the middle of each bin. That of equal ends is
+        # taken as it is, as their sum may overflow.
         middle = np.where(low == high, low, np.stack([low, high], axis=1).mean(axis=1))
         order = np.lexsort((low, middle))[::-1]
         low = low[order]
@@ -333,10 +363,11 @@ def auc(
 ) -> AUC:
     """Area under the ROC curve, or average precision, of a binary classifier.
 
-    Equal to `sklearn.metrics.roc_auc_score(labels, scores)` and `average_precision_score(labels, scores)`, both with
-    `sample_weight=weights`, for at most `32 · num_thresholds` different scores (6400 by default), with exact counts up
-    to 2³² examples. If there are more scores, neighbors share a threshold: for a million scores the area then differs
-    by less than 1e-4 and the average precision by less than 1e-3.
+    Equal to `sklearn.metrics.roc_auc_score(labels, scores)` and
+    `average_precision_score(labels, scores)`, both with `sample_weight=weights`, for at most
+    `32 · num_thresholds` different scores (6400 by default), with exact counts up to 2³² examples.
+    If there are more scores, neighbors share a threshold: for a million scores the area then
+    differs by less than 1e-4 and the average precision by less than 1e-3.
 
     Args:
         scores: Scores of any shape, such as probabilities or logits.
@@ -346,8 +377,8 @@ def auc(
         weights: As in `accuracy`.
 
     Returns:
-        An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`: NaN without examples, with a NaN
-        score, and for ROC if all labels are equal.
+        An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`: NaN without
+        examples, with a NaN score, and for ROC if all labels are equal.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -362,7 +393,9 @@ def auc(
     num_thresholds = as_int(num_thresholds, "num_thresholds", 2, "a number of thresholds")
     if num_thresholds > _MAX_THRESHOLDS:
         raise ValueError(f"num_thresholds={num_thresholds}: must be at most {_MAX_THRESHOLDS}")
-    values, truth, weight = jax.tree.map(whole, (*scores_and_truth(scores, labels), as_weights(weights, labels)))
+    values, truth, weight = jax.tree.map(
+        whole, (*scores_and_truth(scores, labels), as_weights(weights, labels))
+    )
     if weight is not None and weight.dtype != jnp.bool_:
         # An invalid weight acts like a NaN score, because bins cannot be compared by NaN weights.
         values = jnp.where(jnp.isnan(weight), jnp.full_like(values, jnp.nan), values)
@@ -383,7 +416,7 @@ def auc(
 
 
 def _average_precision(positive: Any, negative: Any, is_span: object) -> float:
-    """The mean precision over thresholds, weighted by positives; averaged over each range of scores."""
+    """The mean precision over thresholds, weighted by positives; averaged over ranges of scores."""
     total = float(positive.sum())
     if not total:
         # As scikit-learn.
@@ -392,8 +425,9 @@ def _average_precision(positive: Any, negative: Any, is_span: object) -> float:
     true = np.cumsum(positive)
     seen = np.cumsum(size)
     precision = true / seen
-    # In a range of scores, positives and negatives are assumed to be mixed evenly. After x of its examples, the
-    # precision is (true' + x·share) / (seen' + x), with the totals of the higher scores; its mean over x is `spread`.
+    # In a range of scores, positives and negatives are assumed to be mixed evenly. After x of its
+    # examples, the precision is (true' + x·share) / (seen' + x), with the totals of the higher
+    # scores; its mean over x is `spread`.
     is_first = np.arange(len(seen)) == 0
     higher_seen = np.where(is_first, 1, seen - size)
     share = positive / size
@@ -417,7 +451,9 @@ def _merge_bins(bins: Thresholds, bin_count: int) -> Thresholds:
     unit = jnp.float32(1)
     if bins.counts.dtype != jnp.uint32:
         # The least weight stands for one example.
-        unit = jnp.min(jnp.where(counts > 0, counts, jnp.full_like(counts, jnp.inf)), initial=jnp.inf)
+        unit = jnp.min(
+            jnp.where(counts > 0, counts, jnp.full_like(counts, jnp.inf)), initial=jnp.inf
+        )
     index = _bin_indices(jax.ops.segment_sum(counts, group, len(group)), unit, bin_count)[group]
     ends = jax.ops.segment_max(jnp.stack([-low, high], axis=1), index, bin_count)
     totals = jax.ops.segment_sum(bins.counts[order], index, bin_count)
@@ -429,27 +465,35 @@ def _merge_bins(bins: Thresholds, bin_count: int) -> Thresholds:
 
 
 def _half(scores: Array) -> Array:
-    """Half of each score, of infinite ones half of the largest finite one, so that the sum of two is finite."""
+    """Half of each score, of infinite ones half of the largest finite one.
+
+    So the sum of two is finite.
+    """
     limits: Any = jnp.finfo(scores.dtype)  # type: ignore[no-untyped-call]
     return jnp.clip(scores, limits.min, limits.max) * jnp.asarray(0.5, scores.dtype)
 
 
 def _bin_indices(counts: Array, unit: Array, bin_count: int) -> Array:
     """The bin of each score, from counts `[scores, 2]`; scores without examples get `bin_count`."""
-    # The size of a score is its share of the positive examples, the negative examples and the log ranks, because
-    # precision changes fastest at the highest scores.
+    # The size of a score is its share of the positive examples, the negative examples and the log
+    # ranks, because precision changes fastest at the highest scores.
     both = jnp.sum(counts, axis=1)
     higher = jnp.cumsum(both[::-1])[::-1] - both
     rank = jnp.log1p(both / (higher + unit))
     shares = jnp.concatenate([counts, rank[:, None]], axis=1)
-    size = jnp.sum(shares / jnp.maximum(jnp.sum(shares, axis=0, keepdims=True), jnp.float32(1e-30)), axis=1)
+    size = jnp.sum(
+        shares / jnp.maximum(jnp.sum(shares, axis=0, keepdims=True), jnp.float32(1e-30)), axis=1
+    )
     # Integers, because sums of float32 are not monotone.
     size = jnp.floor(size / jnp.sum(size) * _WHOLE).astype(jnp.int32)
-    # A third of the bins have equal sizes. A score larger than such a bin has its own, which divides the one that it is
-    # in: there are fewer of these than equal bins, and each makes two more.
+    # A third of the bins have equal sizes. A score larger than such a bin has its own, which
+    # divides the one that it is in: there are fewer of these than equal bins, and each makes two
+    # more.
     equal_bins = bin_count // 3
     middle = jnp.cumsum(size) - size + size // 2
-    bins = jnp.minimum(jnp.floor(middle.astype(jnp.float32) * (equal_bins / _WHOLE)), jnp.float32(equal_bins - 1))
+    bins = jnp.minimum(
+        jnp.floor(middle.astype(jnp.float32) * (equal_bins / _WHOLE)), jnp.float32(equal_bins - 1)
+    )
     is_large = size > _WHOLE // equal_bins
     starts_bin = _differs(bins) | is_large | jnp.roll(is_large, 1)
     index = jnp.cumsum(starts_bin.astype(jnp.int32)) - 1
@@ -461,7 +505,7 @@ def _bin_indices(counts: Array, unit: Array, bin_count: int) -> Array:
 
 
 def _differs(vector: Array) -> Array:
-    """Whether each number differs from the previous one; NaNs are equal, and the first number differs."""
+    """Whether each number differs from the previous one; NaNs are equal, and the first differs."""
     previous = vector[:-1]
     current = vector[1:]
     is_equal = (previous == current) | (jnp.isnan(previous) & jnp.isnan(current))
@@ -472,7 +516,9 @@ def _differs(vector: Array) -> Array:
 
 
 def scores_and_truth(scores: ArrayLike, labels: ArrayLike) -> tuple[Array, Array]:
-    values, truth = pair(_numbers(scores, "scores"), _numbers(labels, "labels"), ("scores", "labels"))
+    values, truth = pair(
+        _numbers(scores, "scores"), _numbers(labels, "labels"), ("scores", "labels")
+    )
     return _widen(values), truth == jnp.ones((), truth.dtype)
 
 
@@ -481,7 +527,8 @@ def logits_and_labels(logits: ArrayLike, labels: ArrayLike) -> tuple[Array, Arra
     truth = indices(labels, "labels")
     if array.ndim == 0 or array.shape[:-1] != truth.shape:
         raise ValueError(
-            f"logits has shape {array.shape}, labels has shape {truth.shape}: must be [..., classes] and [...]"
+            f"logits has shape {array.shape}, labels has shape {truth.shape}: "
+            "must be [..., classes] and [...]"
         )
     return _widen(array).reshape(math.prod(truth.shape), array.shape[-1]), truth.reshape(-1)
 
@@ -493,7 +540,8 @@ def as_weights(weights: ArrayLike | None, labels: ArrayLike) -> Array | None:
     array = _numbers(weights, "weights")
     if array.shape != np.shape(labels):
         raise ValueError(
-            f"weights has shape {array.shape}, labels has shape {np.shape(labels)}: must be equal; broadcast weights"
+            f"weights has shape {array.shape}, labels has shape {np.shape(labels)}: must be equal; "
+            "broadcast weights"
         )
     array = array.reshape(-1)
     if array.dtype == jnp.bool_:
@@ -504,14 +552,19 @@ def as_weights(weights: ArrayLike | None, labels: ArrayLike) -> Array | None:
 
 def pair(first: Array, second: Array, names: tuple[str, str]) -> tuple[Array, Array]:
     if first.shape != second.shape:
-        raise ValueError(f"{names[0]} has shape {first.shape}, {names[1]} has shape {second.shape}: must be equal")
+        raise ValueError(
+            f"{names[0]} has shape {first.shape}, "
+            f"{names[1]} has shape {second.shape}: must be equal"
+        )
     return first.reshape(-1), second.reshape(-1)
 
 
 def indices(value: object, argument: str) -> Array:
     array = _numbers(value, argument)
     if jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{argument}: must be integers, the indices of classes, got {describe_type(array)}")
+        raise TypeError(
+            f"{argument}: must be integers, the indices of classes, got {describe_type(array)}"
+        )
     return array.astype(jnp.int32) if array.dtype.itemsize < 4 else array
 
 
@@ -519,7 +572,9 @@ def _numbers(value: object, argument: str) -> Array:
     if not (trees.is_array(value) or isinstance(value, bool | int | float | list | tuple)):
         raise TypeError(f"{argument}: must be an array of numbers, got {describe_type(value)}")
     array = device_values.as_array(value, argument)
-    if not any(jnp.issubdtype(array.dtype, dtype) for dtype in (jnp.floating, jnp.integer, jnp.bool_)):
+    if not any(
+        jnp.issubdtype(array.dtype, dtype) for dtype in (jnp.floating, jnp.integer, jnp.bool_)
+    ):
         raise TypeError(f"{argument}: must be an array of numbers, got {describe_type(array)}")
     return array
 
@@ -531,4 +586,6 @@ def _widen(array: Array) -> Array:
 def whole(vector: Array) -> Array:
     """Replicate a vector of an Explicit mesh: sorting and segments need all of it."""
     mesh = meshes.explicit_mesh(vector)
-    return vector if mesh is None else jax.sharding.reshard(vector, NamedSharding(mesh, PartitionSpec()))
+    if mesh is None:
+        return vector
+    return jax.sharding.reshard(vector, NamedSharding(mesh, PartitionSpec()))

@@ -1,6 +1,7 @@
-"""Totals as arrays, and ratios of totals: metrics that only some steps or microbatches have, or that weigh them.
+"""Totals as arrays, and ratios of totals.
 
-Counts of examples are uint32, exact below 2³² − 1; sums of weights are floats of their precision.
+Ratios are metrics that only some steps or microbatches have, or that weigh them. Counts of examples
+are uint32, exact below 2³² − 1; sums of weights are floats of their precision.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ def sum_where(condition: Array, weights: Array | None = None) -> Array:
 
 
 def as_one_dtype(first: Array, second: Array) -> tuple[Array, Array]:
-    """Convert two totals to one dtype: counts of examples become sums of weights, if the others are such."""
+    """Convert two totals to one dtype: counts become sums of weights, if the others are such."""
     dtype = second.dtype if first.dtype == jnp.uint32 else first.dtype
     return first.astype(dtype), second.astype(dtype)
 
@@ -74,18 +75,19 @@ class MeanOf:
 
 
 def mean_of(total: ArrayLike, count: ArrayLike) -> MeanOf:
-    """A metric of a train step, shown as the sum of totals over the sum of counts since the last row.
+    """A metric of a train step, shown as the sum of totals over that of counts since the last row.
 
-    Log lines, summaries and the rows of `MetricsHook` and `History` show Σ total / Σ count over the steps since their
-    last row, with and without `mean=True`, and omit it if Σ count is 0. The bar of a notebook and the record of a run
-    keep the newest value.
+    Log lines, summaries and the rows of `MetricsHook` and `History` show Σ total / Σ count over the
+    steps since their last row, with and without `mean=True`, and omit it if Σ count is 0. The bar
+    of a notebook and the record of a run keep the newest value.
 
     Args:
         total: A scalar, such as a sum of errors. It is ignored if the count is 0.
         count: A scalar, such as the number of tokens; 0 in a step that does not have the metric.
 
     Returns:
-        A pytree of two floating-point scalars, also for `jstep.evaluator`. It cannot be the metric `loss`.
+        A pytree of two floating-point scalars, also for `jstep.evaluator`. It cannot be the metric
+        `loss`.
 
     Raises:
         TypeError: `total` or `count` is not a real scalar.
@@ -96,10 +98,12 @@ def mean_of(total: ArrayLike, count: ArrayLike) -> MeanOf:
         >>> def train_step(state, x):
         ...     penalized = state.global_step % 16 == 0
         ...     state = jstep.apply_gradients(state, {"w": x}, optimizer)
-        ...     return state, {"penalty": jstep.metrics.mean_of(jnp.where(penalized, x * x, 0.0), penalized)}
+        ...     penalty = jstep.metrics.mean_of(jnp.where(penalized, x * x, 0.0), penalized)
+        ...     return state, {"penalty": penalty}
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
         >>> history = jstep.History(every_n_steps=20)
-        >>> state = jstep.train(train_step, state, lambda step: jnp.float32(step), 20, hooks=[history])
+        >>> batches = lambda step: jnp.float32(step)
+        >>> state = jstep.train(train_step, state, batches, 20, hooks=[history])
         >>> history["penalty"]  # of the steps 0 and 16
         (array([20]), array([128.]))
 
@@ -111,8 +115,16 @@ def mean_of(total: ArrayLike, count: ArrayLike) -> MeanOf:
 
 
 def _scalar(value: ArrayLike, name: str) -> Array:
-    is_real = is_array_or_number(value) and not is_key(value) and not np.ndim(value) and not np.iscomplexobj(value)
+    is_real = (
+        is_array_or_number(value)
+        and not is_key(value)
+        and not np.ndim(value)
+        and not np.iscomplexobj(value)
+    )
     if not is_real:
-        raise TypeError(f"mean_of: {name} must be a real scalar, got {describe_type(value)}; reduce it with jnp.sum")
+        raise TypeError(
+            f"mean_of: {name} must be a real scalar, got {describe_type(value)}; "
+            "reduce it with jnp.sum"
+        )
     array = jnp.asarray(value)
     return array.astype(jnp.float64 if array.dtype.itemsize > 4 else jnp.float32)

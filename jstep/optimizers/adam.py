@@ -1,4 +1,4 @@
-"""Adam and its variants, classic (AdamW, Adamax, NAdam, RAdam) and newer (AdaBelief to ADOPT), and Adafactor."""
+"""Adam, its old (AdamW, Adamax, NAdam, RAdam) and new variants (AdaBelief to ADOPT), Adafactor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import as_hyperparameter
-from jstep.optimizers.rules import BETA, MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Decay, Result, Slot, Values
+from jstep.optimizers.rules import (
+    BETA,
+    MEAN,
+    MEAN_IN_ORDER,
+    SLOW,
+    SQUARE,
+    Decay,
+    Result,
+    Slot,
+    Values,
+)
 
 # Adam and its classic variants: AdamW, Adamax, NAdam, RAdam.
 
@@ -33,8 +43,8 @@ def adam(
 
     t = step + 1 − start_step is the age of the slots. With a schedule, β^t is β(step)^t.
 
-    This is TensorFlow's Adam. PyTorch's and Optax's is `adamw(…, weight_decay=0.0)`, which adds ε after the bias
-    correction.
+    This is TensorFlow's Adam. PyTorch's and Optax's is `adamw(…, weight_decay=0.0)`, which adds ε
+    after the bias correction.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -43,8 +53,8 @@ def adam(
         epsilon: Added to √v, ≥ 0: the paper's "epsilon hat".
 
     Returns:
-        An `Optimizer` with the slots `m` and `v` (initially 0) and `start_step`. With a sparse gradient, all rows of m
-        and v decay, as in TF.
+        An `Optimizer` with the slots `m` and `v` (initially 0) and `start_step`. With a sparse
+        gradient, all rows of m and v decay, as in TF.
 
     Example:
         >>> import jstep
@@ -68,7 +78,8 @@ def adam_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def negative_rate(h: Values) -> dict[str, Any]:
-    correction = jnp.sqrt(rules.bias_correction(h.beta2, h.age)) / rules.bias_correction(h.beta1, h.age)
+    root = jnp.sqrt(rules.bias_correction(h.beta2, h.age))
+    correction = root / rules.bias_correction(h.beta1, h.age)
     return {"signed_rate": -h.learning_rate * correction}
 
 
@@ -85,8 +96,8 @@ def adamw(
 ) -> Optimizer:
     """AdamW: m = β1·m + (1−β1)·g; v = β2·v + (1−β2)·g²; p −= lr·(m̂/(√v̂ + ε) + weight_decay·p).
 
-    m̂ = m/(1−β1^t) and v̂ = v/(1−β2^t), where t = step + 1 − start_step is the age of the slots. `adam` adds ε before
-    the correction.
+    m̂ = m/(1−β1^t) and v̂ = v/(1−β2^t), where t = step + 1 − start_step is the age of the slots.
+    `adam` adds ε before the correction.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -98,7 +109,8 @@ def adamw(
         amsgrad: Whether to divide by the largest v so far, as torch does.
 
     Returns:
-        An `Optimizer` with the slots `m`, `v` (and, with amsgrad, `v_max`), initially 0, and `start_step`.
+        An `Optimizer` with the slots `m`, `v` (and, with amsgrad, `v_max`), initially 0, and
+        `start_step`.
 
     Example:
         >>> import jstep
@@ -113,7 +125,12 @@ def adamw(
     `torch.optim.AdamW`, and `optax.adamw` except for AMSGrad.
     """
     slots = {"m": MEAN, "v": SQUARE} | ({"v_max": SQUARE} if as_bool(amsgrad, "amsgrad") else {})
-    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper: dict[str, Any] = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+    }
     hyper |= {"weight_decay": Decay(weight_decay, weight_decay_mask)}
     return rules.from_direction("adamw", adam_direction, slots, hyper, prepare=corrections)
 
@@ -122,7 +139,9 @@ def adamw(
 def scale_by_adam(
     beta1: ScalarOrSchedule = 0.9, beta2: ScalarOrSchedule = 0.999, epsilon: ScalarOrSchedule = 1e-8
 ) -> Optimizer:
-    """Adam's direction: m̂ / (√v̂ + ε), m̂ = m/(1−β1^t), v̂ = v/(1−β2^t), where t is the age of the slots.
+    """Adam's direction: m̂ / (√v̂ + ε), m̂ = m/(1−β1^t), v̂ = v/(1−β2^t).
+
+    t is the age of the slots.
 
     Args:
         beta1: The decay of m, in [0, 1).
@@ -135,10 +154,13 @@ def scale_by_adam(
     Example:
         >>> import jstep
         >>> optimizer = jstep.chain(
-        ...     jstep.scale_by_adam(), jstep.add_weight_decay(0.1, ["*kernel"]), jstep.scale_by_learning_rate(0.5)
+        ...     jstep.scale_by_adam(),
+        ...     jstep.add_weight_decay(0.1, ["*kernel"]),
+        ...     jstep.scale_by_learning_rate(0.5),
         ... )
         >>> state = jstep.TrainState.create({"kernel": 1.0}, optimizer)
-        >>> print(f"{jstep.apply_gradients(state, {'kernel': 3.0}, optimizer).params['kernel']:.2f}")
+        >>> state = jstep.apply_gradients(state, {"kernel": 3.0}, optimizer)
+        >>> print(f"{state.params['kernel']:.2f}")
         0.45
 
     Source: Kingma and Ba (2014); `optax.scale_by_adam`.
@@ -162,7 +184,12 @@ def corrections(h: Values) -> dict[str, Any]:
     first = rules.bias_correction(h.beta1, h.age)
     second = rules.bias_correction(h.beta2, h.age)
     root = jnp.sqrt(second)
-    return {"unbias1": 1 / first, "unbias2": 1 / second, "unbias": root / first, "epsilon_hat": root * h.epsilon}
+    return {
+        "unbias1": 1 / first,
+        "unbias2": 1 / second,
+        "unbias": root / first,
+        "epsilon_hat": root * h.epsilon,
+    }
 
 
 def unbiased_direction(m: Array, v: Array, h: Values) -> Array:
@@ -177,7 +204,9 @@ def adamax(
     beta2: ScalarOrSchedule = 0.999,
     epsilon: ScalarOrSchedule = 1e-8,
 ) -> Optimizer:
-    """Adamax: m averages g; u = max(β2·u, |g| + ε); p −= lr·m̂/u, m̂ = m/(1−β1^t), t the age of the slots.
+    """Adamax: m averages g; u = max(β2·u, |g| + ε); p −= lr·m̂/u, m̂ = m/(1−β1^t).
+
+    t is the age of the slots.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -195,8 +224,8 @@ def adamax(
         >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.3f}')
         0.750
 
-    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2014), section 7.1; the results match
-    `optax.adamax` and `torch.optim.Adamax`.
+    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2014), section 7.1; the
+    results match `optax.adamax` and `torch.optim.Adamax`.
     """
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
     hyper |= {"epsilon": rules.positive("epsilon", epsilon)}
@@ -219,23 +248,25 @@ def nadam(
     weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: VarList = None,
 ) -> Optimizer:
-    """NAdam: p −= lr·((β1·m/(1−β1^(t+1)) + (1−β1)·g/(1−β1^t))/(√v̂ + ε) + weight_decay·p), m and v as in Adam.
+    """NAdam: p −= lr·((β1·m/(1−β1^(t+1)) + (1−β1)·g/(1−β1^t))/(√v̂ + ε) + weight_decay·p).
 
-    With a momentum_decay ψ the momentum grows: μ_t = β1·(1 − 0.96^(tψ)/2), P_t = μ_1·…·μ_t, and the numerator of the
-    first fraction is μ_{t+1}·m/(1 − P_{t+1}) + (1 − μ_t)·g/(1 − P_t). t is the age of the slots.
+    m and v are defined as in Adam; t is the age of the slots. With a momentum_decay ψ the momentum
+    grows: μ_t = β1·(1 − 0.96^(tψ)/2), P_t = μ_1·…·μ_t, and the numerator of the first fraction is
+    μ_{t+1}·m/(1 − P_{t+1}) + (1 − μ_t)·g/(1 − P_t).
 
     Args:
         learning_rate: The step size lr ≥ 0.
         beta1: The decay of m, in [0, 1).
         beta2: The decay of v, in [0, 1).
         epsilon: Added to √v̂, ≥ 0.
-        momentum_decay: ψ ≥ 0, or None for constant momentum; torch's default is 0.004, Keras's is 1.0.
+        momentum_decay: ψ ≥ 0, or None for constant momentum; torch's default is 0.004, Keras's is
+            1.0.
         weight_decay: Decoupled weight decay ≥ 0.
         weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slots `m` and `v` (initially 0), the scalar `start_step` and, with momentum_decay, the
-        scalar `mu_product` (P, initially 1).
+        An `Optimizer` with the slots `m` and `v` (initially 0), the scalar `start_step` and, with
+        momentum_decay, the scalar `mu_product` (P, initially 1).
 
     Example:
         >>> import jstep
@@ -244,22 +275,30 @@ def nadam(
         >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.2f}')
         0.72
 
-    Source: Dozat, "Incorporating Nesterov Momentum into Adam" (2016); this is `optax.nadamw`, and with momentum_decay
-    `torch.optim.NAdam(decoupled_weight_decay=True)`.
+    Source: Dozat, "Incorporating Nesterov Momentum into Adam" (2016); this is `optax.nadamw`, and
+    with momentum_decay `torch.optim.NAdam(decoupled_weight_decay=True)`.
     """
-    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper: dict[str, Any] = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+    }
     hyper |= {"weight_decay": Decay(weight_decay, weight_decay_mask)}
     if momentum_decay is None:
         return rules.from_direction("nadam", nadam_direction, M_V, hyper, prepare=nadam_weights)
     slots = M_V | {"mu_product": rules.Scalar(1.0)}
     hyper = hyper | {"momentum_decay": momentum_decay}
-    return rules.from_direction("nadam", nadam_direction, slots, hyper, prepare=growing_nadam_weights)
+    return rules.from_direction(
+        "nadam", nadam_direction, slots, hyper, prepare=growing_nadam_weights
+    )
 
 
 def nadam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     m = rules.average(s.m, g, h.beta1)
     v = rules.average(s.v, g * g, h.beta2)
-    return (h.weight_m * m + h.weight_g * g) / (jnp.sqrt(h.unbias2 * v) + h.epsilon), {"m": m, "v": v}
+    numerator = h.weight_m * m + h.weight_g * g
+    return numerator / (jnp.sqrt(h.unbias2 * v) + h.epsilon), {"m": m, "v": v}
 
 
 def nadam_weights(h: Values) -> dict[str, Any]:
@@ -297,10 +336,10 @@ def radam(
     weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: VarList = None,
 ) -> Optimizer:
-    """RAdam: p −= lr·(r·m̂/(√v̂ + ε) + weight_decay·p) where ρ_t ≥ threshold, lr·(m̂ + weight_decay·p) before.
+    """RAdam: p −= lr·(r·m̂/(√v̂ + ε) + weight_decay·p) where ρ_t ≥ threshold.
 
-    ρ∞ = 2/(1−β2) − 1, ρ_t = ρ∞ − 2t·β2^t/(1−β2^t), r = √[(ρ_t−4)(ρ_t−2)ρ∞ / ((ρ∞−4)(ρ∞−2)ρ_t)], where t is the age of
-    the slots.
+    Before, p −= lr·(m̂ + weight_decay·p). ρ∞ = 2/(1−β2) − 1, ρ_t = ρ∞ − 2t·β2^t/(1−β2^t),
+    r = √[(ρ_t−4)(ρ_t−2)ρ∞ / ((ρ∞−4)(ρ∞−2)ρ_t)], where t is the age of the slots.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -321,10 +360,15 @@ def radam(
         >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.2f}')
         0.25
 
-    Source: Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond" (2019); the results match
-    `optax.radam`.
+    Source: Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond" (2019); the
+    results match `optax.radam`.
     """
-    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper: dict[str, Any] = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+    }
     hyper |= {"threshold": threshold, "weight_decay": Decay(weight_decay, weight_decay_mask)}
     return rules.from_direction("radam", radam_direction, M_V, hyper, prepare=rectification)
 
@@ -342,7 +386,8 @@ def rectification(h: Values) -> dict[str, Any]:
     longest = 2 / (1 - h.beta2) - 1
     rho = longest - 2 * h.age.astype(seen.dtype) * (1 - seen) / seen
     rectified = (rho >= h.threshold) & (longest > 4)
-    # Without rectification the radicand may be negative, and its NaN would leak into derivatives even if discarded.
+    # Without rectification the radicand may be negative, and its NaN would leak into derivatives
+    # even if discarded.
     safe = jnp.where(rectified, rho, 5.0)
     top = jnp.where(longest > 4, longest, 5.0)
     r = jnp.sqrt((safe - 4) * (safe - 2) * top / ((top - 4) * (top - 2) * safe))
@@ -422,7 +467,8 @@ def yogi(
         >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.3f}')
         0.750
 
-    Source: Zaheer et al., "Adaptive Methods for Nonconvex Optimization" (2018); the results match `optax.yogi`.
+    Source: Zaheer et al., "Adaptive Methods for Nonconvex Optimization" (2018); the results match
+    `optax.yogi`.
     """
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     slots = {"m": Slot(1e-6, holds="mean"), "v": Slot(1e-6, holds="square")}
@@ -447,10 +493,10 @@ def ademamix(
     weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: VarList = None,
 ) -> Optimizer:
-    """AdEMAMix: m1, m2 average g by β1, β3, v averages g² by β2; p −= lr·((m̂1 + α·m2)/(√v̂ + ε) + weight_decay·p).
+    """AdEMAMix: p −= lr·((m̂1 + α·m2)/(√v̂ + ε) + weight_decay·p).
 
-    m̂1 and v̂ are bias-corrected; m2 is not. Warm up β3 and α over the whole run with `ademamix_beta3` and
-    `ademamix_alpha`.
+    m1 and m2 average g by β1 and β3, v averages g² by β2. m̂1 and v̂ are bias-corrected; m2 is not.
+    Warm up β3 and α over the whole run with `ademamix_beta3` and `ademamix_alpha`.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -468,16 +514,28 @@ def ademamix(
     Example:
         >>> import jstep
         >>> optimizer = jstep.ademamix(
-        ...     0.25, beta3=jstep.ademamix_beta3(0.9, 0.9999, 1000), alpha=jstep.ademamix_alpha(5.0, 1000)
+        ...     0.25,
+        ...     beta3=jstep.ademamix_beta3(0.9, 0.9999, 1000),
+        ...     alpha=jstep.ademamix_alpha(5.0, 1000),
         ... )
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
         >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.4f}')
         0.7499
 
-    Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024); the results match `optax.contrib.ademamix`.
+    Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024); the results match
+    `optax.contrib.ademamix`.
     """
-    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    hyper |= {"beta3": beta3, "alpha": alpha, "weight_decay": Decay(weight_decay, weight_decay_mask)}
+    hyper: dict[str, Any] = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+    }
+    hyper |= {
+        "beta3": beta3,
+        "alpha": alpha,
+        "weight_decay": Decay(weight_decay, weight_decay_mask),
+    }
     slots = {"m1": MEAN, "m2": SLOW, "v": SQUARE}
     return rules.from_direction("ademamix", ademamix_direction, slots, hyper, prepare=corrections)
 
@@ -500,10 +558,10 @@ def adan(
     weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: VarList = None,
 ) -> Optimizer:
-    """Adan: p −= lr·(m̂ + β2·d̂)/(√n̂ + ε), then p /= 1 + lr·weight_decay; m, d, n average g, Δ, (g + β2·Δ)².
+    """Adan: p −= lr·(m̂ + β2·d̂)/(√n̂ + ε), then p /= 1 + lr·weight_decay.
 
-    Δ is g minus the previous g, and 0 at the first update of a slot; m, d and n decay by β1, β2 and β3 and are
-    bias-corrected.
+    m, d and n average g, Δ and (g + β2·Δ)², decay by β1, β2 and β3 and are bias-corrected. Δ is g
+    minus the previous g, and 0 at the first update of a slot.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -515,8 +573,8 @@ def adan(
         weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slots `m`, `d`, `v` (n) and `previous` (the previous gradient), initially 0, and
-        `start_step`.
+        An `Optimizer` with the slots `m`, `d`, `v` (n) and `previous` (the previous gradient),
+        initially 0, and `start_step`.
 
     Example:
         >>> import jstep
@@ -525,17 +583,22 @@ def adan(
         >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.3f}')
         0.750
 
-    Source: Xie et al., "Adan: Adaptive Nesterov Momentum Algorithm" (2022); the results match the authors' code and
-    timm.
+    Source: Xie et al., "Adan: Adaptive Nesterov Momentum Algorithm" (2022); the results match the
+    authors' code and timm.
     """
-    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper: dict[str, Any] = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+    }
     hyper |= {"beta3": beta3, "weight_decay": Decay(weight_decay, weight_decay_mask)}
     slots = {"m": MEAN, "d": MEAN, "v": SQUARE, "previous": Slot(in_order=True)}
     return rules.from_update("adan", adan_update, slots, hyper, prepare=adan_corrections)
 
 
 def adan_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """The update with proximal weight decay; the change of the gradient is 0 at the first update."""
+    """The update with proximal weight decay; the gradient's change is 0 at the first update."""
     change = jnp.where(h.first, jnp.zeros_like(g), g - s.previous)
     m = rules.average(s.m, g, h.beta1)
     d = rules.average(s.d, change, h.beta2)
@@ -549,7 +612,10 @@ def adan_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def adan_corrections(h: Values) -> dict[str, Any]:
-    return corrections(h) | {"unbias3": 1 / rules.bias_correction(h.beta3, h.age), "first": h.age == 1}
+    return corrections(h) | {
+        "unbias3": 1 / rules.bias_correction(h.beta3, h.age),
+        "first": h.age == 1,
+    }
 
 
 @makes_optimizer()
@@ -559,9 +625,10 @@ def adopt(
     beta2: ScalarOrSchedule = 0.9999,
     epsilon: ScalarOrSchedule = 1e-6,
 ) -> Optimizer:
-    """ADOPT: u = clip(g/max(√v, ε), ±(t−1)^¼) by the old v; m averages u; p −= lr·m; then v averages g².
+    """ADOPT: u = clip(g/max(√v, ε), ±(t−1)^¼); m averages u; p −= lr·m; then v averages g².
 
-    t is the age of the slots. The first update of a slot sets v = g² and leaves the parameters unchanged.
+    u is computed from the old v; t is the age of the slots. The first update of a slot sets v = g²
+    and leaves the parameters unchanged.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -628,11 +695,12 @@ def adafactor(
     weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: VarList = None,
 ) -> Optimizer:
-    """Adafactor: u = g/√v; u /= max(1, rms(u)/clip_threshold); p −= lr·(max(epsilon_scale, rms(p))·u + weight_decay·p).
+    """Adafactor: p −= lr·(max(epsilon_scale, rms(p))·u + weight_decay·p), where u is g/√v, clipped.
 
-    v averages g² + ε with β = 1 − t^(−decay_rate), where t is the age of the slots. If the two largest axes of a leaf
-    have min_dim_size_to_factor elements or more, only averages R of the row means and C of the column means are stored,
-    and v = R·C/mean(R).
+    To clip is to divide u by max(1, rms(u)/clip_threshold). v averages g² + ε with
+    β = 1 − t^(−decay_rate), where t is the age of the slots. If the two largest axes of a leaf have
+    min_dim_size_to_factor elements or more, only averages R of the row means and C of the column
+    means are stored, and v = R·C/mean(R).
 
     Args:
         learning_rate: The step size lr ≥ 0; None for 1, or for 0.01 with relative_step.
@@ -648,24 +716,32 @@ def adafactor(
         weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slots `v_row` (without the largest axis) and `v_col` (without the second) for factored
-        leaves, `v` for the others, `m` with momentum, and `start_step`.
+        An `Optimizer` with the slots `v_row` (without the largest axis) and `v_col` (without the
+        second) for factored leaves, `v` for the others, `m` with momentum, and `start_step`.
 
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.adafactor(0.5)
         >>> state = jstep.TrainState.create({"w": jnp.ones((256, 128))}, optimizer)
-        >>> print(state.slots["v_row"]["w"].shape, state.slots["v_col"]["w"].shape, state.slots["v"]["w"])
+        >>> v_row, v_col = state.slots["v_row"]["w"], state.slots["v_col"]["w"]
+        >>> print(v_row.shape, v_col.shape, state.slots["v"]["w"])
         (128,) (256,) None
 
-    Source: Shazeer and Stern, "Adafactor" (2018); the results match `optax.adafactor`, except that its weight decay is
-    not multiplied by the learning rate.
+    Source: Shazeer and Stern, "Adafactor" (2018); the results match `optax.adafactor`, except that
+    its weight decay is not multiplied by the learning rate.
     """
     min_size = as_int(min_dim_size_to_factor, "min_dim_size_to_factor", at_least=1)
-    hyper: dict[str, Any] = {"decay_rate": decay_rate, "epsilon": rules.positive("epsilon", epsilon)}
-    hyper |= {"epsilon_scale": epsilon_scale, "weight_decay": Decay(weight_decay, weight_decay_mask)}
+    hyper: dict[str, Any] = {
+        "decay_rate": decay_rate,
+        "epsilon": rules.positive("epsilon", epsilon),
+    }
+    hyper |= {
+        "epsilon_scale": epsilon_scale,
+        "weight_decay": Decay(weight_decay, weight_decay_mask),
+    }
     optional = {"learning_rate": learning_rate, "clip_threshold": clip_threshold}
-    optional |= {"momentum": None if momentum is None else as_hyperparameter("momentum", momentum, **BETA)}
+    if momentum is not None:
+        optional |= {"momentum": as_hyperparameter("momentum", momentum, **BETA)}
     hyper |= {name: value for name, value in optional.items() if value is not None}
     relative = as_bool(relative_step, "relative_step")
     scales = as_bool(scale_parameter, "scale_parameter")
@@ -720,7 +796,11 @@ def adafactor_update(g: Array, p: Array, s: Values, h: Values) -> Result:
         row = new["v_row"] = rules.average(s.v_row, jnp.mean(square, largest), h.beta)
         col = new["v_col"] = rules.average(s.v_col, jnp.mean(square, second), h.beta)
         mean = jnp.mean(row, second - 1 if second > largest else second, keepdims=True)
-        u = g * jnp.expand_dims(1 / jnp.sqrt(row / mean), largest) * jnp.expand_dims(1 / jnp.sqrt(col), second)
+        u = (
+            g
+            * jnp.expand_dims(1 / jnp.sqrt(row / mean), largest)
+            * jnp.expand_dims(1 / jnp.sqrt(col), second)
+        )
     else:
         v = new["v"] = rules.average(s.v, square, h.beta)
         u = g / jnp.sqrt(v)

@@ -21,7 +21,18 @@ from jstep.core.public_names import explains_attributes, find_hint
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.tracebacks import explains_arguments, shortens_tracebacks
-from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, P, Params, ScalarOrSchedule, Slots, Step, Updates
+from jstep.core.trees import (
+    Array,
+    Held,
+    Optimizer,
+    OptimizerLike,
+    P,
+    Params,
+    ScalarOrSchedule,
+    Slots,
+    Step,
+    Updates,
+)
 from jstep.optimizers import hyperparameters, nested
 from jstep.optimizers.chains import trained_params
 from jstep.optimizers.host_slots import update_leaves
@@ -46,31 +57,35 @@ RATE = "rate"
 @explains_arguments
 @dataclasses.dataclass(frozen=True)
 class ExponentialMovingAverage:
-    """Moving average: avg −= (1 − d) · (avg − p), d = decay, or min(decay, (1 + n) / (10 + n)) with num_updates.
+    """Moving average: avg −= (1 − d) · (avg − p).
+
+    The decay d is `decay`, or min(decay, (1 + n) / (10 + n)) with num_updates.
 
     Attributes:
-        decay: The decay in [0, 1], such as 0.999; a schedule, read at the step before the update; or `held`, for
-            `with_moving_average` only. None if `rate` is given.
-        num_updates: Whether the decay grows with the number n of updates: with `with_moving_average` the global step
-            after the update, so that n is 1 at the first one.
-        zero_debias: Whether averages start from zero and are bias-corrected: the rate 1 − d becomes (1 − d) / (1 − dⁿ),
-            where n is their age.
+        decay: The decay in [0, 1], such as 0.999; a schedule, read at the step before the update;
+            or `held`, for `with_moving_average` only. None if `rate` is given.
+        num_updates: Whether the decay grows with the number n of updates: with
+            `with_moving_average` the global step after the update, so that n is 1 at the first one.
+        zero_debias: Whether averages start from zero and are bias-corrected: the rate 1 − d becomes
+            (1 − d) / (1 − dⁿ), where n is their age.
         name: The name of the slot, and the last part of `average_name`.
         start_step: The averages equal the parameters up to and including this step.
-        every: After start_step, the averages move only at the steps start_step + every, start_step + 2·every, ….
-            With decay=1.0 and zero_debias they are then the mean of the parameters at those steps:
-            stochastic weight averaging.
-        rate: The rate 1 − d in place of the decay, in [0, 1], such as 0.001; also a schedule, or `held`. A decay that
-            is a schedule or `held` is a float32: at 0.999999 its rate is off by 1.3 %.
-        model_state: Whether `with_moving_average` averages the floating leaves of the model state, too:
-            `averaged_model_state`.
-        per_step: Whether the averages of `with_moving_average` move once a step, whichever leaves have a gradient: at
-            the update that increments the step or, if none does, at the end of the step by
-            `increment_global_step(state, optimizer=optimizer)`. By default the average of a leaf moves at each update
-            of that leaf.
+        every: After start_step, the averages move only at the steps start_step + every,
+            start_step + 2·every, …. With decay=1.0 and zero_debias they are then the mean of the
+            parameters at those steps: stochastic weight averaging.
+        rate: The rate 1 − d in place of the decay, in [0, 1], such as 0.001; also a schedule, or
+            `held`. A decay that is a schedule or `held` is a float32: at 0.999999 its rate is off
+            by 1.3 %.
+        model_state: Whether `with_moving_average` averages the floating leaves of the model state,
+            too: `averaged_model_state`.
+        per_step: Whether the averages of `with_moving_average` move once a step, whichever leaves
+            have a gradient: at the update that increments the step or, if none does, at the end of
+            the step by `increment_global_step(state, optimizer=optimizer)`. By default the average
+            of a leaf moves at each update of that leaf.
 
     Raises:
-        ValueError: A number is out of range, `name` is empty, or not exactly one of `decay` and `rate` is given.
+        ValueError: A number is out of range, `name` is empty, or not exactly one of `decay` and
+            `rate` is given.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -97,7 +112,8 @@ class ExponentialMovingAverage:
     def __post_init__(self) -> None:
         if (self.decay is None) == (self.rate is None):
             raise ValueError(
-                f"decay={self.decay}, rate={self.rate}: exactly one must be given, where rate is 1 − decay"
+                f"decay={self.decay}, rate={self.rate}: exactly one must be given, "
+                "where rate is 1 − decay"
             )
         argument, value = self._speed
         object.__setattr__(self, argument, as_hyperparameter(argument, value, low=0, high=1))
@@ -106,20 +122,22 @@ class ExponentialMovingAverage:
         try:
             as_bool(self.num_updates, "num_updates")
         except TypeError as error:
-            raise TypeError(f"{error}{find_hint('ExponentialMovingAverage(num_updates=n)')}") from None
+            hint = find_hint("ExponentialMovingAverage(num_updates=n)")
+            raise TypeError(f"{error}{hint}") from None
         check_prefix("name", as_string(self.name, "name"))
         object.__setattr__(self, "start_step", as_int(self.start_step, "start_step", at_least=0))
         object.__setattr__(self, "every", as_int(self.every, "every", at_least=1))
 
     @supports_meshes("params")
     def init(self, params: Params) -> Any:
-        """The initial averages: copies of the parameters, or zeros with zero_debias and start_step=0.
+        """Initial averages: copies of the parameters, or zeros with zero_debias and start_step=0.
 
         Args:
             params: Any tree. float16 and bfloat16 leaves are averaged in float32.
 
         Returns:
-            A tree with the structure of params; None for leaves that cannot be averaged, such as integers.
+            A tree with the structure of params; None for leaves that cannot be averaged, such as
+            integers.
         """
 
         def leaf(p: Any) -> Any:
@@ -134,7 +152,14 @@ class ExponentialMovingAverage:
 
     @shortens_tracebacks
     @supports_meshes("averages", "params")
-    def apply(self, averages: Any, params: Params, num_updates: Step | None = None, *, age: Step | None = None) -> Any:
+    def apply(
+        self,
+        averages: Any,
+        params: Params,
+        num_updates: Step | None = None,
+        *,
+        age: Step | None = None,
+    ) -> Any:
         """Update the averages with new values of the parameters.
 
         Args:
@@ -145,12 +170,15 @@ class ExponentialMovingAverage:
 
         Raises:
             TypeError: `decay` or `rate` is held.
-            ValueError: num_updates is required but missing, or is negative; or the structures differ.
+            ValueError: num_updates is required but missing, or is negative; or the structures
+                differ.
         """
         weight = self._weight(num_updates, age)
         leaves, treedef = trees.flatten(params)
         new: list[Any] = []
-        for average, p in zip(trees.flatten_like(params, averages, "averages"), leaves, strict=True):
+        for average, p in zip(
+            trees.flatten_like(params, averages, "averages"), leaves, strict=True
+        ):
             new.append(None if average is None else move_average(average, p, weight))
         return treedef.unflatten(new)
 
@@ -161,12 +189,18 @@ class ExponentialMovingAverage:
     def _weight(self, num_updates: Step | None = None, age: Step | None = None) -> Any:
         """The weight of p: `apply` adds weight · (p − avg)."""
         argument, speed = self._speed
-        needed = self.num_updates or self._waits or callable(speed) or (self.zero_debias and age is None)
+        needed = (
+            self.num_updates or self._waits or callable(speed) or (self.zero_debias and age is None)
+        )
         if num_updates is None and needed:
-            raise ValueError("num_updates=None: must be given for this average; pass num_updates=state.global_step")
+            raise ValueError(
+                "num_updates=None: must be given for this average; "
+                "pass num_updates=state.global_step"
+            )
         if isinstance(speed, Held):
             raise TypeError(
-                f"{argument}=held({speed.name!r}, …): its value is in the state; use jstep.with_moving_average"
+                f"{argument}=held({speed.name!r}, …): its value is in the state; "
+                "use jstep.with_moving_average"
             )
         if num_updates is not None:
             _count("num_updates", num_updates)
@@ -176,8 +210,11 @@ class ExponentialMovingAverage:
             age = jnp.maximum((jnp.asarray(num_updates) - self.start_step) // self.every, 1)
         weight = self._weight_when_due(num_updates, age)
         if self._waits:
-            # 1 up to start_step, where the averages are the parameters, and then 0 except at the steps that are due.
-            later = jnp.where(self._is_due(num_updates), jnp.asarray(weight, trees.default_float()), 0.0)
+            # 1 up to start_step, where the averages are the parameters, and then 0 except at the
+            # steps that are due.
+            later = jnp.where(
+                self._is_due(num_updates), jnp.asarray(weight, trees.default_float()), 0.0
+            )
             weight = jnp.where(jnp.asarray(num_updates) <= self.start_step, 1.0, later)
         return weight
 
@@ -200,7 +237,10 @@ class ExponentialMovingAverage:
             speed = hyperparameters.value_at(argument, speed, jnp.asarray(num_updates) - 1)
         rate: Any = 1 - speed if argument == DECAY else speed
         if self.num_updates:
-            rate = jnp.maximum(jnp.asarray(rate, trees.default_float()), 9 / (10 + _count("num_updates", num_updates)))
+            rate = jnp.maximum(
+                jnp.asarray(rate, trees.default_float()),
+                9 / (10 + _count("num_updates", num_updates)),
+            )
         if self.zero_debias:
             n = jnp.maximum(_count("age", age), 1.0)
             rate = jnp.asarray(rate, n.dtype)
@@ -210,7 +250,7 @@ class ExponentialMovingAverage:
         return rate
 
     def average_name(self, path: str) -> str:
-        """TF's name of the average of a parameter, `path/name`, which `Saver.restore(…, names=…)` accepts.
+        """TF's name of a parameter's average, `path/name`, for `Saver.restore(…, names=…)`.
 
         Example:
             >>> import jstep
@@ -236,7 +276,8 @@ def move_average(average: Array, p: Array, rate: Array) -> Array:
 
 
 def _move_leaf(slots: Slots, p: Array, u: object, weight: Array) -> tuple[None, Slots]:
-    return None, {AVERAGE_SLOT: move_average(slots[AVERAGE_SLOT], p if u is None else add(p, u), weight)}
+    moved = p if u is None else add(p, u)
+    return None, {AVERAGE_SLOT: move_average(slots[AVERAGE_SLOT], moved, weight)}
 
 
 @makes_optimizer(2)
@@ -249,28 +290,33 @@ def with_moving_average(
     """Keep moving averages of the parameters, updated after each update of an optimizer.
 
     Args:
-        optimizer: The whole optimizer, including chains: changes by outer wrappers are not averaged.
-        ema: The average. At the update N → N + 1 a schedule is read at N; it is the hyperparameter `name/decay` or
-            `name/rate`.
+        optimizer: The whole optimizer, including chains: changes by outer wrappers are not
+            averaged.
+        ema: The average. At the update N → N + 1 a schedule is read at N; it is the hyperparameter
+            `name/decay` or `name/rate`.
         var_list: The leaves to average; None for all.
-        initial: The values from which the averages start: a function `(params) -> params`, or a tree like params, in
-            which leaves that are not averaged may be None; None for copies of the parameters.
+        initial: The values from which the averages start: a function `(params) -> params`, or a
+            tree like params, in which leaves that are not averaged may be None; None for copies of
+            the parameters.
 
     Returns:
-        An `Optimizer` with one more slot, named `ema.name`. Leaves that a `partition` freezes have no average. With
-        zero_debias, the age of averages is the optimizer's `start_step`, or around a `partition` one for each label,
-        `with_moving_average/label/start_step`. Averages with start_step, every or per_step have an age of their own,
-        `with_moving_average/name/start_step`. Inside `skip_nonfinite`, a skipped update leaves the averages unchanged;
-        inside `master_weights`, the master weights are averaged.
+        An `Optimizer` with one more slot, named `ema.name`. Leaves that a `partition` freezes have
+        no average. With zero_debias, the age of averages is the optimizer's `start_step`, or around
+        a `partition` one for each label, `with_moving_average/label/start_step`. Averages with
+        start_step, every or per_step have an age of their own,
+        `with_moving_average/name/start_step`. Inside `skip_nonfinite`, a skipped update leaves the
+        averages unchanged; inside `master_weights`, the master weights are averaged.
 
     Raises:
-        ValueError: The optimizer already has a slot of that name; initial is given for averages that start from zeros
-            (zero_debias) or from the parameters at start_step; or (at `init`) an entry of var_list matches nothing, or
-            initial has another structure or shape than params.
+        ValueError: The optimizer already has a slot of that name; initial is given for averages
+            that start from zeros (zero_debias) or from the parameters at start_step; or (at `init`)
+            an entry of var_list matches nothing, or initial has another structure or shape than
+            params.
 
     Example:
         >>> import jstep
-        >>> optimizer = jstep.with_moving_average(jstep.momentum(0.1, 0.9), jstep.ExponentialMovingAverage(0.99))
+        >>> ema = jstep.ExponentialMovingAverage(0.99)
+        >>> optimizer = jstep.with_moving_average(jstep.momentum(0.1, 0.9), ema)
         >>> jstep.get_slot_names(jstep.TrainState.create({"w": 1.0}, optimizer))
         ['ExponentialMovingAverage', 'momentum']
 
@@ -283,7 +329,10 @@ def with_moving_average(
             "a decay is given to one: jstep.ExponentialMovingAverage(0.999)"
         )
     if initial is not None and (ema.zero_debias or ema.start_step):
-        raise ValueError("initial: must be None for averages with zero_debias or a start_step, which start elsewhere")
+        raise ValueError(
+            "initial: must be None for averages with zero_debias or a start_step, "
+            "which start elsewhere"
+        )
     if trees.is_function(initial):
         as_function(initial, "initial", "(params) -> params", takes=1)
     averaged = mask("var_list", var_list)
@@ -297,9 +346,13 @@ def with_moving_average(
         chosen = [flag and p is not None for flag, p in zip(averaged(params), updated, strict=True)]
         if initial is not None:
             leaves = _initial(initial, params, chosen)
-        return ema.init(treedef.unflatten([p if flag else None for p, flag in zip(leaves, chosen, strict=True)]))
+        return ema.init(
+            treedef.unflatten([p if flag else None for p, flag in zip(leaves, chosen, strict=True)])
+        )
 
-    def update(updates: Updates, inner: Slots, outer: Slots, inputs: StepInputs) -> tuple[Updates, Slots, Slots]:
+    def update(
+        updates: Updates, inner: Slots, outer: Slots, inputs: StepInputs
+    ) -> tuple[Updates, Slots, Slots]:
         gradients = trees.flatten_like(inputs.params, updates, "gradients", is_leaf=is_slices)
         updates, inner = nested.call_update(optimizer, updates, inner, inputs, exact=True)
         if ema.per_step and not nested.INCREMENTS.get():
@@ -359,9 +412,13 @@ class _Weights(NamedTuple):
 
 
 def update_averages(
-    ema: ExponentialMovingAverage, averages: Params, updates: Updates, gradients: Sequence[Any], inputs: StepInputs
+    ema: ExponentialMovingAverage,
+    averages: Params,
+    updates: Updates,
+    gradients: Sequence[Any],
+    inputs: StepInputs,
 ) -> tuple[Params, Any]:
-    """Move the averages to the parameters after these updates; return them and the weight of the new values.
+    """Move the averages to the updated parameters; return them and the weight of the new values.
 
     `gradients` are the leaves that the optimizer got: one without a gradient has no new value.
     """
@@ -395,16 +452,21 @@ def update_averages(
 
 
 def _initial(initial: Any, params: Params, averaged: Sequence[bool]) -> list[Any]:
-    tree = initial(params) if trees.is_function(initial) else initial  # a model may be callable, and is a tree
+    # A model may be callable, and is a tree.
+    tree = initial(params) if trees.is_function(initial) else initial
     values = trees.flatten_like(params, tree, "initial", may_leave_out=not all(averaged))
     leaves = []
-    for (path, leaf), value, is_averaged in zip(trees.leaves_with_paths(params), values, averaged, strict=True):
+    for (path, leaf), value, is_averaged in zip(
+        trees.leaves_with_paths(params), values, averaged, strict=True
+    ):
         if not (is_averaged and trees.is_trainable(leaf)):
             leaves.append(leaf)
             continue
         if value is None or np.shape(value) != np.shape(leaf):
             have = "nothing" if value is None else f"shape {np.shape(value)}"
-            raise ValueError(f"initial: must have shape {np.shape(leaf)} at {trees.quote_path(path)}, got {have}")
+            raise ValueError(
+                f"initial: must have shape {np.shape(leaf)} at {trees.quote_path(path)}, got {have}"
+            )
         leaves.append(jnp.asarray(value).astype(trees.compute_dtype(jnp.result_type(leaf))))
     return leaves
 
@@ -412,19 +474,21 @@ def _initial(initial: Any, params: Params, averaged: Sequence[bool]) -> list[Any
 def averaged_params(state: TrainState[P], name: str | Sequence[str] = AVERAGE_SLOT) -> P:
     """The moving averages of the parameters, in the dtypes of the parameters, for evaluation.
 
-    Leaves that are not averaged come from the state. BatchNorm statistics belong to the raw parameters: average them,
-    too (`averaged_model_state`), or recompute them.
+    Leaves that are not averaged come from the state. BatchNorm statistics belong to the raw
+    parameters: average them, too (`averaged_model_state`), or recompute them.
 
     Args:
         state: A state whose optimizer is `with_moving_average`.
-        name: The slot of the averages: its name with the prefixes of scopes and labels, or only the last part if there
-            is one such average. Or several names, whose slots have different leaves, such as one for each label. If
-            no average has the default name, it stands for the only one.
+        name: The slot of the averages: its name with the prefixes of scopes and labels, or only the
+            last part if there is one such average. Or several names, whose slots have different
+            leaves, such as one for each label. If no average has the default name, it stands for
+            the only one.
 
     Raises:
-        ValueError: The state has no such average, or several, or several have the same leaf. Only what an optimizer
-            declares is one: `with_moving_average` does, and a custom optimizer by `init.averages`. For schedule-free
-            optimizers there is `schedule_free_params`, for `lookahead` `slow_params`.
+        ValueError: The state has no such average, or several, or several have the same leaf. Only
+            what an optimizer declares is one: `with_moving_average` does, and a custom optimizer by
+            `init.averages`. For schedule-free optimizers there is `schedule_free_params`, for
+            `lookahead` `slow_params`.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -440,11 +504,12 @@ def averaged_params(state: TrainState[P], name: str | Sequence[str] = AVERAGE_SL
 
 
 def averaged_model_state(state: TrainState, name: str | Sequence[str] = AVERAGE_SLOT) -> Any:
-    """The moving averages of the model state, kept by `ExponentialMovingAverage(…, model_state=True)`.
+    """Moving averages of the model state, kept by `ExponentialMovingAverage(…, model_state=True)`.
 
     Args:
         state: A state with a model state, whose optimizer is `with_moving_average`.
-        name: The slot of the averages of the parameters, or several names, as for `averaged_params`.
+        name: The slot of the averages of the parameters, or several names, as for
+            `averaged_params`.
 
     Raises:
         ValueError: The state has no such average, or several, or its model state has no averages.
@@ -454,7 +519,7 @@ def averaged_model_state(state: TrainState, name: str | Sequence[str] = AVERAGE_
         >>> ema = jstep.ExponentialMovingAverage(0.5, model_state=True)
         >>> optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), ema)
         >>> state = jstep.TrainState.create({"w": 0.0}, optimizer, model_state={"mean": 0.0})
-        >>> state = state.replace(model_state={"mean": 1.0})  # `minimize(has_model_state=True)` does this
+        >>> state = state.replace(model_state={"mean": 1.0})  # as `minimize(has_model_state=True)`
         >>> state = jstep.apply_gradients(state, {"w": jnp.float32(-1.0)}, optimizer)
         >>> print(jstep.averaged_model_state(state)["mean"])
         0.5
@@ -494,19 +559,22 @@ SLOW = "slow"
 
 
 @makes_optimizer(1)
-def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: ScalarOrSchedule = 0.5) -> Optimizer:
+def lookahead(
+    optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: ScalarOrSchedule = 0.5
+) -> Optimizer:
     """Lookahead: every k-th update slow += α·(p − slow); p = slow.
 
     Args:
         optimizer: The inner optimizer, which updates the fast weights; these are the parameters.
-        sync_period: The number k ≥ 1 of updates between synchronizations, counted by the age of the slots.
+        sync_period: The number k ≥ 1 of updates between synchronizations, counted by the age of the
+            slots.
         slow_step_size: The step size α, in [0, 1], of the slow weights towards the fast ones.
 
     Returns:
-        An `Optimizer` with one more slot, `slow`, initially a copy of the parameters (at least float32), and the
-        hyperparameter `slow_step_size`. The age is `start_step`, or around a `partition` `lookahead/label/start_step`.
-        A leaf without a gradient at a synchronizing update is not synchronized; leaves that the partition freezes have
-        no slow weights.
+        An `Optimizer` with one more slot, `slow`, initially a copy of the parameters (at least
+        float32), and the hyperparameter `slow_step_size`. The age is `start_step`, or around a
+        `partition` `lookahead/label/start_step`. A leaf without a gradient at a synchronizing
+        update is not synchronized; leaves that the partition freezes have no slow weights.
 
     Raises:
         ValueError: The optimizer already has such a slot or hyperparameter.
@@ -525,7 +593,9 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
     optimizer = as_optimizer("optimizer", optimizer)
     period = as_int(sync_period, "sync_period", at_least=1)
 
-    def update(updates: Updates, inner: Slots, outer: Slots, inputs: StepInputs) -> tuple[Updates, Slots, Slots]:
+    def update(
+        updates: Updates, inner: Slots, outer: Slots, inputs: StepInputs
+    ) -> tuple[Updates, Slots, Slots]:
         params = inputs.params
         updates, inner = nested.call_update(optimizer, updates, inner, inputs)
         treedef = trees.structure(params)
@@ -542,7 +612,9 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
         calls = map(call, new_updates, jax.tree.leaves(params), inputs.starts)
         synchronized = update_leaves(params, {SLOW: slows}, calls)
         # A leaf without an age is not synchronized, but an element of a chain may move it.
-        new_updates = [u if new is None else new for u, new in zip(new_updates, synchronized, strict=True)]
+        new_updates = [
+            u if new is None else new for u, new in zip(new_updates, synchronized, strict=True)
+        ]
         return treedef.unflatten(new_updates), inner, {SLOW: treedef.unflatten(slows)}
 
     def fresh(params: Params, step: Step) -> Any:
@@ -554,14 +626,15 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
 
 
 def _synchronize(slots: Slots, u: Any, p: Array, rate: Array, is_due: Array) -> tuple[Array, Slots]:
-    """If it is due, return (1 − rate)·(slow − p) + rate·u, which moves p to the new slow weights; otherwise u."""
+    """If it is due, return (1 − rate)·(slow − p) + rate·u, which moves p to slow; otherwise u."""
     if is_slices(u):
         u = u.to_dense()
     slow = slots[SLOW]
     dtype = slow.dtype
     # u appears once: if it were read twice, XLA would store it in memory.
     share_of_slow = jnp.where(is_due, 1 - rate, 0.0).astype(dtype)
-    update = share_of_slow * (slow - p.astype(dtype)) + jnp.where(is_due, rate, 1.0).astype(dtype) * u.astype(dtype)
+    towards_slow = share_of_slow * (slow - p.astype(dtype))
+    update = towards_slow + jnp.where(is_due, rate, 1.0).astype(dtype) * u.astype(dtype)
     new_slow = apply_updates(p, update) if p.dtype == dtype else p.astype(dtype) + update
     return update, {SLOW: jnp.where(is_due, new_slow, slow)}
 
@@ -574,7 +647,8 @@ def slow_params(state: TrainState[P], name: str = SLOW) -> P:
         name: The slot of the slow weights, named as in `averaged_params`.
 
     Raises:
-        ValueError: No slot of `lookahead` has this name, or several have; the error lists their names.
+        ValueError: No slot of `lookahead` has this name, or several have; the error lists their
+            names.
 
     Example:
         >>> import jax.numpy as jnp, jstep

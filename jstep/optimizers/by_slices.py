@@ -1,7 +1,7 @@
 """Updates of large leaves in loops over slices, for TPUs: no float32 array has the size of a leaf.
 
-In a loop over slices of rows, XLA keeps the float32 values of a slice in the fast memory of a core, if a barrier
-separates the new slots from their codes.
+In a loop over slices of rows, XLA keeps the float32 values of a slice in the fast memory of a core,
+if a barrier separates the new slots from their codes.
 """
 
 import functools
@@ -13,7 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jstep.core.jaxprs import Operation, Subprogram, apply, evaluate, is_elementwise_operation, subprogram, variables
+from jstep.core.jaxprs import (
+    Operation,
+    Subprogram,
+    apply,
+    evaluate,
+    is_elementwise_operation,
+    subprogram,
+    variables,
+)
 from jstep.core.meshes import parts_along
 from jstep.core.placement import layout_of
 from jstep.core.trees import Array
@@ -30,13 +38,17 @@ Shape = tuple[int, ...]
 
 
 def slice_shape(path: str, shape: Shape, blocks: Blocks | None) -> Shape:
-    """Return the shape of a leaf's slices, which do not cut blocks; its own if its axes cannot be cut."""
+    """Return the shape of a leaf's slices, which cut no blocks; its own if no axis can be cut."""
     layout = layout_of(path)
     if layout is None and jax.default_backend() == "tpu" and jax.device_count() > 1:
         return shape  # a loop along an axis that is split would gather the leaf
     sizes = list(shape)
     for axis in range(len(shape)):
-        if layout is not None and axis < len(layout.spec) and parts_along(layout.mesh, layout.spec[axis]) > 1:
+        if (
+            layout is not None
+            and axis < len(layout.spec)
+            and parts_along(layout.mesh, layout.spec[axis]) > 1
+        ):
             continue
         whole = {1: _TILE[min(len(shape), 2)], 2: _ROWS}.get(len(shape) - axis, 1)
         multiple = math.lcm(whole, blocks.size if blocks is not None and axis == blocks.axis else 1)
@@ -48,9 +60,11 @@ def slice_shape(path: str, shape: Shape, blocks: Blocks | None) -> Shape:
 
 
 def find_ending(
-    program: Subprogram, results: Sequence[Any], is_part: Callable[[Operation], bool] = lambda operation: True
+    program: Subprogram,
+    results: Sequence[Any],
+    is_part: Callable[[Operation], bool] = lambda operation: True,
 ) -> Subprogram:
-    """The last operations (with `is_part`) that compute `results`, as a program of the variables that they read."""
+    """The last operations (with `is_part`) computing `results`, as a program of what they read."""
     needs = dict.fromkeys(variables(results))
     operations = []
     for operation in reversed(program.operations):
@@ -71,7 +85,8 @@ def is_of_leaf(shape: Shape, operation: Operation) -> bool:
 
 def compute_values(program: Subprogram, inputs: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
     """Compute some variables of a program, and only what they need."""
-    env = dict(zip([*program.jaxpr.constvars, *program.jaxpr.invars], [*program.consts, *inputs], strict=True))
+    known = [*program.jaxpr.constvars, *program.jaxpr.invars]
+    env = dict(zip(known, [*program.consts, *inputs], strict=True))
     widened: dict[Any, Any] = {}
 
     def apply_narrow(operation: Operation, values: list[Any]) -> list[Any]:
@@ -107,8 +122,10 @@ Body = Callable[[tuple[Any, ...], Any, Any], Any]
 """`body(position, carried, read) -> carried`, for the slices at a position."""
 
 
-def update_slices(body: Body, shape: Shape, slice_shape: Shape, carried: object, read: object) -> Any:
-    """Replace the `carried` arrays slice by slice, in place; `read` arrays are sliced, too, except for scalars."""
+def update_slices(
+    body: Body, shape: Shape, slice_shape: Shape, carried: object, read: object
+) -> Any:
+    """Replace `carried` arrays slice by slice, in place; slice `read` arrays except for scalars."""
     if slice_shape == shape:
         return body((0,) * len(shape), carried, read)
     counts = [whole // size for whole, size in zip(shape, slice_shape, strict=True)]
@@ -116,7 +133,7 @@ def update_slices(body: Body, shape: Shape, slice_shape: Shape, carried: object,
     slice_axes = [axis + i for i, axis in enumerate(cut_axes)]  # of a view: see `split`
 
     def split(x: Array) -> Array:
-        """A view with separate axes for the position of a slice, which XLA slices without changing the layout."""
+        """A view with axes for the slice position; XLA slices it without changing the layout."""
         sizes: list[int] = []  # a scalar has none
         for size, count in zip(x.shape, counts, strict=False):
             sizes += [count, size // count] if count > 1 else [size]

@@ -1,4 +1,4 @@
-"""Optimizers made of others: chains and their elements, scopes, and partitions of the parameters."""
+"""Optimizers made of others: chains and their elements, scopes, partitions of the parameters."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,14 @@ import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_function, as_mapping, as_string, describe_type, format_bytes, format_value
+from jstep.core.checks import (
+    as_function,
+    as_mapping,
+    as_string,
+    describe_type,
+    format_bytes,
+    format_value,
+)
 from jstep.core.exceptions import setting
 from jstep.core.logs import logger
 from jstep.core.placement import move_to_devices
@@ -54,13 +61,17 @@ class _PartOptimizer:
     def own(self, tree: Updates) -> Updates:
         return self._whole.select(self._whole.treedef.flatten_up_to(tree), self._indices)
 
-    def call(self, updates: Updates, slots: Slots, inputs: StepInputs, *, exact: bool = True) -> tuple[Updates, Slots]:
+    def call(
+        self, updates: Updates, slots: Slots, inputs: StepInputs, *, exact: bool = True
+    ) -> tuple[Updates, Slots]:
         whole = self._whole
 
         def complete(params: Params) -> Params:
             leaves = whole.treedef.flatten_up_to(params)
             own_leaves = [leaves[index] for index in self._indices]
-            return whole.treedef.unflatten(trees.replace_leaves(whole.leaves, self._indices, own_leaves))
+            return whole.treedef.unflatten(
+                trees.replace_leaves(whole.leaves, self._indices, own_leaves)
+            )
 
         if len(self._indices) < len(whole.leaves):
             context = nested.inner_context(inputs.context, complete, self.own)
@@ -91,8 +102,8 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         *optimizers: At least one. Two that multiply by −learning_rate give a warning.
 
     Returns:
-        An `Optimizer` with the slots and hyperparameters of all. Parameters that a `partition` among them freezes have
-        no slots in any element.
+        An `Optimizer` with the slots and hyperparameters of all. Parameters that a `partition`
+        among them freezes have no slots in any element.
 
     Raises:
         ValueError: No element is given, or two have a slot or a hyperparameter of the same name.
@@ -107,9 +118,13 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
     """
     if not optimizers:
         raise ValueError("optimizers: must be at least one optimizer, got none")
-    elements = [as_optimizer(f"optimizers[{i}]", optimizer) for i, optimizer in enumerate(optimizers)]
+    elements = [
+        as_optimizer(f"optimizers[{i}]", optimizer) for i, optimizer in enumerate(optimizers)
+    ]
     named = {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(elements)}
-    finished = [name for name, optimizer in named.items() if nested.makes_finished_updates(optimizer)]
+    finished = [
+        name for name, optimizer in named.items() if nested.makes_finished_updates(optimizer)
+    ]
     negative = [name for name, optimizer in named.items() if nested.negates_updates(optimizer)]
     # Each of these multiplies the updates by a negative number. An even number of them ascends.
     flips = finished + negative
@@ -117,8 +132,8 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
     if finished and len(flips) % 2 == 0 and len(set(flips)) > 1:
         takes = "takes them as gradients" if len(finished) > 1 else "has a negative factor"
         warning = (
-            f"chain: {flips[0]} makes finished updates, and {flips[1]} {takes}: the sign flips twice, so this is "
-            "gradient ascent; keep one of the two"
+            f"chain: {flips[0]} makes finished updates, and {flips[1]} {takes}: "
+            "the sign flips twice, so this is gradient ascent; keep one of the two"
         )
     try:
         nested.check_names(named)
@@ -141,7 +156,9 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         needs_all=any(map(needs_all_params, elements)),
     )
     takes_context = any(optimizer.takes_context for optimizer in elements)
-    return Optimizer(init, unpack_inputs(functions.update), nested.merge_hyperparameters(named), takes_context)
+    return Optimizer(
+        init, unpack_inputs(functions.update), nested.merge_hyperparameters(named), takes_context
+    )
 
 
 class _Chain:
@@ -163,7 +180,10 @@ class _Chain:
         return parts
 
     def labels(self, params: Params) -> Labels | None:
-        """Return the labels of the leaves in all partitions of the chain; a leaf that one of them freezes has none."""
+        """Return the labels of the leaves in all partitions of the chain.
+
+        A leaf that one of them freezes has none.
+        """
         labels_by_element = [init_labels(element, params) for element in self._named.values()]
         partition_labels = [labels for labels in labels_by_element if labels is not None]
         if not partition_labels:
@@ -178,19 +198,24 @@ class _Chain:
         for name, size in _bytes_of_frozen(params, self.labels(params), slots).items():
             if not self._has_warned:
                 logger.warning(
-                    "%s: its slots of frozen parameters (of no label) take %s; jstep cannot tell whether an Optax "
-                    "transformation or a custom optimizer needs them: put it inside the partition",
+                    "%s: its slots of frozen parameters (of no label) take %s; jstep cannot tell "
+                    "whether an Optax transformation or a custom optimizer needs them: "
+                    "put it inside the partition",
                     name,
                     format_bytes(size),
                 )
             self._has_warned = True
         names = [name for tree in values for name in tree]
         has_twins = len(set(names)) < len(names)
-        return nested.merge(slots.items(), "slot", self._shared(params) if has_twins else frozenset())
+        return nested.merge(
+            slots.items(), "slot", self._shared(params) if has_twins else frozenset()
+        )
 
     def _shared(self, params: Params) -> set[str]:
         """The slots in which several elements count draws."""
-        return draws.shared_names(roles_of(part.optimizer, part.params) for part in self.parts(params))
+        return draws.shared_names(
+            roles_of(part.optimizer, part.params) for part in self.parts(params)
+        )
 
     def update(self, updates: Updates, slots: Slots, inputs: StepInputs) -> tuple[Updates, Slots]:
         all_slots: Slots = {}
@@ -207,7 +232,9 @@ class _Chain:
         return updates, all_slots
 
 
-def _bytes_of_frozen(params: Params, labels: Labels | None, slots: Mapping[str, Slots]) -> dict[str, int]:
+def _bytes_of_frozen(
+    params: Params, labels: Labels | None, slots: Mapping[str, Slots]
+) -> dict[str, int]:
     """Map optimizers to the bytes of their slots for leaves without a label."""
     sizes: dict[str, int] = {}
     if labels is None:
@@ -237,7 +264,8 @@ def scope(optimizer: OptimizerLike, name: str) -> Optimizer:
 
     Example:
         >>> import jstep
-        >>> jstep.get_slot_names(jstep.TrainState.create({"w": 1.0}, jstep.scope(jstep.adam(), "fast")))
+        >>> state = jstep.TrainState.create({"w": 1.0}, jstep.scope(jstep.adam(), "fast"))
+        >>> jstep.get_slot_names(state)
         ['fast/m', 'fast/v']
     """
     optimizer = as_first_optimizer("scope(optimizer, name)", optimizer, name)
@@ -272,8 +300,8 @@ def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
     """A chain element from a pure function, without slots or hyperparameters.
 
     Args:
-        fn: A pure function `fn(updates, params, step) -> updates`. Leaves of updates are arrays (in float32 at least),
-            `IndexedSlices` or None, which stays None.
+        fn: A pure function `fn(updates, params, step) -> updates`. Leaves of updates are arrays (in
+            float32 at least), `IndexedSlices` or None, which stays None.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep
@@ -289,7 +317,9 @@ def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
     return element(lambda updates, params, step, h: fn(updates, params, step), {})
 
 
-def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mapping[str, Any]) -> Optimizer:
+def element(
+    fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mapping[str, Any]
+) -> Optimizer:
     """A chain element from `fn(updates, params, step, h) -> updates`.
 
     `fn` must handle None leaves and `IndexedSlices`; arrays are float32 at least.
@@ -297,9 +327,14 @@ def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mappin
     roles = held_roles(hyper)
 
     @loads_slots
-    def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
+    def update(
+        updates: Updates, slots: Slots, params: Params, step: Step, /
+    ) -> tuple[Updates, Slots]:
         kept = as_slots(roles, slots)
-        return fn(wide_updates(updates), move_to_devices(params), step, values_at(hyper, step, slots)), kept
+        new = fn(
+            wide_updates(updates), move_to_devices(params), step, values_at(hyper, step, slots)
+        )
+        return new, kept
 
     init = Init(lambda params, step: held_slots(hyper), lambda params: roles)
     return Optimizer(init, update, hyperparameters.report(hyper))
@@ -308,14 +343,25 @@ def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mappin
 def drawing_element(
     fn: Callable[[Updates, Params, Step, Hyper, Array], Updates], hyper: Mapping[str, Any]
 ) -> Optimizer:
-    """As `element`, of a function that draws random numbers; it also gets the number of the update within the step."""
+    """As `element`, of a function that draws random numbers.
+
+    It also gets the number of the update within the step.
+    """
     roles = held_roles(hyper).merge(draws.ROLES)
 
     @loads_slots
-    def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
+    def update(
+        updates: Updates, slots: Slots, params: Params, step: Step, /
+    ) -> tuple[Updates, Slots]:
         kept = as_slots(roles, slots)
         number = draws.number_in_step(slots, step)
-        new = fn(wide_updates(updates), move_to_devices(params), step, values_at(hyper, step, slots), number)
+        new = fn(
+            wide_updates(updates),
+            move_to_devices(params),
+            step,
+            values_at(hyper, step, slots),
+            number,
+        )
         return new, kept | draws.next_draws(slots, step)
 
     init = Init(lambda params, step: held_slots(hyper) | draws.fresh_draws(), lambda params: roles)
@@ -326,23 +372,27 @@ def drawing_element(
 
 
 @makes_optimizer(2)
-def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, Any], str | None] | Any) -> Optimizer:
+def partition(
+    optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, Any], str | None] | Any
+) -> Optimizer:
     """Update each leaf with the optimizer of its label.
 
     Args:
         optimizers: Label → optimizer.
-        labels: `labels(path, leaf) -> label`, from the leaf's shape and dtype, not its values; or a tree of labels, a
-            prefix of the parameters. The label None freezes a leaf: it has no slots and no gradient, and no norm,
-            clipping, decay or guard includes it.
+        labels: `labels(path, leaf) -> label`, from the leaf's shape and dtype, not its values; or a
+            tree of labels, a prefix of the parameters. The label None freezes a leaf: it has no
+            slots and no gradient, and no norm, clipping, decay or guard includes it.
 
     Returns:
-        An `Optimizer` whose slots and hyperparameters are named `label/…`; a slot is None for the leaves of other
-        labels. A value over all leaves, such as a global norm, covers the leaves of one label. A label without any
-        gradient skips the step: its slots stay unchanged and do not age.
+        An `Optimizer` whose slots and hyperparameters are named `label/…`; a slot is None for the
+        leaves of other labels. A value over all leaves, such as a global norm, covers the leaves of
+        one label. A label without any gradient skips the step: its slots stay unchanged and do not
+        age.
 
     Raises:
-        ValueError: Two optimizers have a slot or hyperparameter of the same name (possible with labels `a` and `a/b`),
-            or, at `init`, a leaf has a label without an optimizer, or a tree of labels another structure.
+        ValueError: Two optimizers have a slot or hyperparameter of the same name (possible with
+            labels `a` and `a/b`), or, at `init`, a leaf has a label without an optimizer, or a tree
+            of labels another structure.
 
     Example:
         >>> import jstep
@@ -355,19 +405,28 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
         ['embed/accumulator', 'rest/m', 'rest/v']
     """
     scoped = {}
-    for label, optimizer in as_mapping(optimizers, "optimizers", "from labels to optimizers").items():
+    by_label = as_mapping(optimizers, "optimizers", "from labels to optimizers")
+    for label, optimizer in by_label.items():
         if not isinstance(label, str):
-            raise TypeError(f"optimizers: the label {label!r} must be a string, got {describe_type(label)}")
+            raise TypeError(
+                f"optimizers: the label {label!r} must be a string, got {describe_type(label)}"
+            )
         check_prefix("a label of optimizers", label)
         if optimizer is None:
             raise TypeError(
-                f"optimizers[{label!r}]=None: must be a jstep.Optimizer; to freeze parameters, leave the label out, "
-                "and let labels return None for them"
+                f"optimizers[{label!r}]=None: must be a jstep.Optimizer; to freeze parameters, "
+                "leave the label out, and let labels return None for them"
             )
         scoped[label] = scope(as_optimizer(f"optimizers[{label!r}]", optimizer), label)
     if not optimizers:
-        raise ValueError(f"optimizers={format_value(optimizers)}: must have at least one optimizer, got none")
-    if labels is None or isinstance(labels, bool | int | float) or (callable(labels) and trees.is_function(labels)):
+        raise ValueError(
+            f"optimizers={format_value(optimizers)}: must have at least one optimizer, got none"
+        )
+    if (
+        labels is None
+        or isinstance(labels, bool | int | float)
+        or (callable(labels) and trees.is_function(labels))
+    ):
         as_function(labels, "labels", "(path, leaf) -> label, or a tree of labels")
     functions = _Partition(scoped, labels)
     nested.check_names(functions.named, are_in_sequence=False)
@@ -380,13 +439,19 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
     )
     takes_context = any(optimizer.takes_context for optimizer in scoped.values())
     return Optimizer(
-        init, unpack_inputs(functions.update), nested.merge_hyperparameters(functions.named), takes_context
+        init,
+        unpack_inputs(functions.update),
+        nested.merge_hyperparameters(functions.named),
+        takes_context,
     )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Partition:
-    """The functions of a partition; `warned` has the arguments of the masks whose warning was logged."""
+    """The functions of a partition.
+
+    `warned` has the arguments of the masks whose warning was logged.
+    """
 
     optimizers: Mapping[str, Optimizer]
     labels: Any
@@ -394,7 +459,10 @@ class _Partition:
 
     @property
     def named(self) -> dict[str, Optimizer]:
-        return {f"the optimizer of label {label!r}": optimizer for label, optimizer in self.optimizers.items()}
+        return {
+            f"the optimizer of label {label!r}": optimizer
+            for label, optimizer in self.optimizers.items()
+        }
 
     @contextlib.contextmanager
     def parts(self, params: Params) -> Iterator[tuple[Labels, dict[str, _PartOptimizer]]]:
@@ -417,21 +485,30 @@ class _Partition:
         if is_function:
             names = [self.labels(path, leaf) for path, leaf in named]
         else:
-            names = leaf_values.call_on_whole(params, functools.partial(_labels_of_leaves, self.labels))
+            names = leaf_values.call_on_whole(
+                params, functools.partial(_labels_of_leaves, self.labels)
+            )
         for label, (path, _) in zip(names, named, strict=True):
             if not (label is None or (isinstance(label, str) and label in self.optimizers)):
-                subject = f"labels({path!r}, …) returned" if is_function else f"labels: the leaf at {path!r} has"
+                subject = f"labels: the leaf at {path!r} has"
+                if is_function:
+                    subject = f"labels({path!r}, …) returned"
                 raise ValueError(
-                    f"{subject} {label!r}, must be one of {sorted(self.optimizers)}, or None to freeze the leaf"
+                    f"{subject} {label!r}, must be one of {sorted(self.optimizers)}, "
+                    "or None to freeze the leaf"
                 )
         return names
 
     def inner_labels(self, params: Params) -> Labels:
         """The labels of the leaves; for a part that is a partition itself, its labels."""
         with self.parts(params) as (labels, parts):
-            inner = {label: init_labels(part.optimizer, part.params) for label, part in parts.items()}
+            inner = {
+                label: init_labels(part.optimizer, part.params) for label, part in parts.items()
+            }
         iterators = {
-            label: iter(labels_of_part) for label, labels_of_part in inner.items() if labels_of_part is not None
+            label: iter(labels_of_part)
+            for label, labels_of_part in inner.items()
+            if labels_of_part is not None
         }
         return [next(iterators[label]) if label in iterators else label for label in labels]
 
@@ -447,7 +524,8 @@ class _Partition:
 
     def update(self, updates: Updates, slots: Slots, inputs: StepInputs) -> tuple[Updates, Slots]:
         params = inputs.params
-        trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)  # raises for another structure
+        # This raises for another structure.
+        trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
         new_updates: list[Any] = [None] * len(jax.tree.leaves(params))
         all_slots: Slots = {}
         idle = 0
@@ -460,11 +538,17 @@ class _Partition:
                 except NoGradientsError:
                     idle += 1
                     ages = roles[label].names_with(*AGES)
-                    later = {name: jax.tree.map(lambda slot: slot + 1, old[name]) for name in ages if name in old}
+                    later = {
+                        name: jax.tree.map(lambda slot: slot + 1, old[name])
+                        for name in ages
+                        if name in old
+                    }
                     all_slots |= old | later | part.slots_per_step(old, inputs, roles[label])
                     continue
                 all_slots |= new
-                for i, u in enumerate(trees.flatten_like(params, partial, "updates", is_leaf=is_update)):
+                for i, u in enumerate(
+                    trees.flatten_like(params, partial, "updates", is_leaf=is_update)
+                ):
                     if u is not None:
                         new_updates[i] = u
         if idle == len(self.optimizers) and not IS_IDLE.get():
@@ -484,7 +568,8 @@ def _labels_of_leaves(labels: Any, params: Params) -> list[Any]:
         jax.tree.map(fill, labels, params, is_leaf=trees.is_none)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"labels={format_value(labels)}: a tree of labels must have the structure of params or a prefix of it"
+            f"labels={format_value(labels)}: a tree of labels must have the structure of params "
+            "or a prefix of it"
         ) from error
     return names
 
@@ -497,7 +582,11 @@ def _slots_of(label: str, roles_by_label: Mapping[str, Roles], slots: Slots) -> 
     for other, roles in roles_by_label.items():
         if other != label:
             others.update(roles)
-    return {name: tree for name, tree in slots.items() if name.startswith(f"{label}/") and name not in others}
+    return {
+        name: tree
+        for name, tree in slots.items()
+        if name.startswith(f"{label}/") and name not in others
+    }
 
 
 def frozen_leaves(optimizer: Optimizer, params: Params) -> list[bool]:
@@ -508,13 +597,15 @@ def frozen_leaves(optimizer: Optimizer, params: Params) -> list[bool]:
 
 
 def drop_frozen(optimizer: Optimizer, params: Params, gradients: Updates) -> Updates:
-    """Gradients, or another tree like params, with None for the leaves that a `partition` freezes."""
+    """Gradients, or a tree like params, with None for the leaves that a `partition` freezes."""
     frozen = frozen_leaves(optimizer, params)
     if not any(frozen):
         return gradients
     leaves = trees.flatten_like(params, gradients, "gradients", is_leaf=is_slices)
     pairs = zip(leaves, frozen, strict=True)
-    return trees.structure(params).unflatten([None if is_frozen else leaf for leaf, is_frozen in pairs])
+    return trees.structure(params).unflatten(
+        [None if is_frozen else leaf for leaf, is_frozen in pairs]
+    )
 
 
 def trained_params(optimizer: Optimizer, params: Params) -> Params:

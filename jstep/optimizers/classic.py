@@ -13,9 +13,20 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Number, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import as_hyperparameter
-from jstep.optimizers.rules import MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Decay, Result, Rule, Slot, Values
+from jstep.optimizers.rules import (
+    MEAN,
+    MEAN_IN_ORDER,
+    SLOW,
+    SQUARE,
+    Decay,
+    Result,
+    Rule,
+    Slot,
+    Values,
+)
 
-# Gradient descent and momentum: Polyak's heavy ball and Nesterov's variant, as in TF and as in PyTorch.
+# Gradient descent and momentum: Polyak's heavy ball and Nesterov's variant, as in TF and as in
+# PyTorch.
 
 
 @makes_optimizer()
@@ -38,11 +49,15 @@ def gradient_descent(learning_rate: ScalarOrSchedule) -> Optimizer:
     Source: `tf.train.GradientDescentOptimizer`.
     """
     hyper = {"learning_rate": learning_rate}
-    return rules.from_direction("gradient_descent", lambda g, p, s, h: (g, {}), {}, hyper, by_rows=True)
+    return rules.from_direction(
+        "gradient_descent", lambda g, p, s, h: (g, {}), {}, hyper, by_rows=True
+    )
 
 
 @makes_optimizer()
-def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
+def momentum(
+    learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_nesterov: bool = False
+) -> Optimizer:
     """Momentum: a = momentum·a + g; p −= lr·a, or with Nesterov p −= lr·(g + momentum·a).
 
     Args:
@@ -51,7 +66,8 @@ def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_ne
         use_nesterov: Whether to use Nesterov momentum.
 
     Returns:
-        An `Optimizer` with the slot `momentum` (initially 0). A sparse gradient updates only its own rows.
+        An `Optimizer` with the slot `momentum` (initially 0). A sparse gradient updates only its
+        own rows.
 
     Example:
         >>> import jstep
@@ -62,11 +78,13 @@ def momentum(learning_rate: ScalarOrSchedule, momentum: ScalarOrSchedule, use_ne
         >>> print(state.params["w"], state.slots["momentum"]["w"])
         -0.45 1.9
 
-    Source: Sutskever et al., "On the importance of initialization and momentum in deep learning" (2013);
-    `tf.train.MomentumOptimizer`.
+    Source: Sutskever et al., "On the importance of initialization and momentum in deep learning"
+    (2013); `tf.train.MomentumOptimizer`.
     """
     hyper = {"learning_rate": learning_rate, "momentum": momentum}
-    return rules.from_direction("momentum", _direction(use_nesterov), {"momentum": MEAN}, hyper, by_rows=True)
+    return rules.from_direction(
+        "momentum", _direction(use_nesterov), {"momentum": MEAN}, hyper, by_rows=True
+    )
 
 
 @makes_optimizer()
@@ -78,7 +96,8 @@ def trace(momentum: ScalarOrSchedule, *, use_nesterov: bool = False) -> Optimize
         use_nesterov: Whether to use Nesterov momentum.
 
     Returns:
-        An element of a chain with the slot `momentum` (initially 0). A sparse gradient updates only its own rows.
+        An element of a chain with the slot `momentum` (initially 0). A sparse gradient updates only
+        its own rows.
 
     Example:
         >>> import jstep
@@ -90,7 +109,9 @@ def trace(momentum: ScalarOrSchedule, *, use_nesterov: bool = False) -> Optimize
     Source: `optax.trace`.
     """
     direction = _direction(use_nesterov)
-    return rules.from_update("trace", direction, {"momentum": MEAN}, {"momentum": momentum}, by_rows=True)
+    return rules.from_update(
+        "trace", direction, {"momentum": MEAN}, {"momentum": momentum}, by_rows=True
+    )
 
 
 def _direction(use_nesterov: bool) -> Rule:
@@ -114,9 +135,10 @@ def sgd(
     weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: VarList = None,
 ) -> Optimizer:
-    """SGD: g += weight_decay·p; a = momentum·a + (1 − dampening)·g; p −= lr·a, or lr·(g + momentum·a) with Nesterov.
+    """SGD: g += weight_decay·p; a = momentum·a + (1 − dampening)·g; p −= lr·a.
 
-    At the first update of a slot a = g, whatever the dampening.
+    With Nesterov p −= lr·(g + momentum·a). At the first update of a slot a = g, whatever the
+    dampening.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -127,8 +149,9 @@ def sgd(
         weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slot `momentum` (initially 0) unless momentum is the number 0, and with dampening
-        `start_step`. Without weight decay a sparse gradient updates only its own rows.
+        An `Optimizer` with the slot `momentum` (initially 0) unless momentum is the number 0, and
+        with dampening `start_step`. Without weight decay a sparse gradient updates only its own
+        rows.
 
     Raises:
         ValueError: Nesterov momentum is combined with dampening or zero momentum.
@@ -150,10 +173,13 @@ def sgd(
         "weight_decay": weight_decay,
     }
     hyper = rules.as_hyperparameters(numbers)
-    keeps, damped, decays = (not rules.is_zero(hyper[name]) for name in ("momentum", "dampening", "weight_decay"))
+    keeps, damped, decays = (
+        not rules.is_zero(hyper[name]) for name in ("momentum", "dampening", "weight_decay")
+    )
     if use_nesterov and (damped or not keeps):
         raise ValueError(
-            f"use_nesterov=True: must have a momentum > 0 and dampening=0, got {momentum=} and {dampening=}"
+            "use_nesterov=True: must have a momentum > 0 and dampening=0, "
+            f"got {momentum=} and {dampening=}"
         )
     rule = sgd_nesterov_update if use_nesterov else sgd_update
     slots = {"momentum": MEAN} if keeps else {}
@@ -178,7 +204,8 @@ def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 def sgd_nesterov_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     a = h.momentum * s.momentum + rules.add_decay(g, p, h)
-    # The buffer is computed first; otherwise XLA would compute the parameter from a copy of the old buffer.
+    # The buffer is computed first; otherwise XLA would compute the parameter from a copy of the old
+    # buffer.
     a, g, p = compute_first(a, g, p)
     return -h.learning_rate * (rules.add_decay(g, p, h) + h.momentum * a), {"momentum": a}
 
@@ -204,11 +231,14 @@ def adagrad(learning_rate: ScalarOrSchedule, initial_accumulator_value: Number =
         >>> print(jstep.apply_gradients(state, {"w": 1.0}, optimizer).params["w"])
         0.75
 
-    Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods" (2011); `tf.train.AdagradOptimizer`.
+    Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods" (2011);
+    `tf.train.AdagradOptimizer`.
     """
     first = rules.positive("initial_accumulator_value", initial_accumulator_value)
     slots = {"accumulator": Slot(first, holds="square")}
-    return rules.from_update("adagrad", adagrad_update, slots, {"learning_rate": learning_rate}, by_rows=True)
+    return rules.from_update(
+        "adagrad", adagrad_update, slots, {"learning_rate": learning_rate}, by_rows=True
+    )
 
 
 def adagrad_update(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -236,8 +266,8 @@ def rmsprop(
         centered: Whether to divide by the standard deviation.
 
     Returns:
-        An `Optimizer` with the slots `rms` (initially 1), `momentum` (0) and, centered, `mg` (0). A sparse gradient
-        updates only its own rows.
+        An `Optimizer` with the slots `rms` (initially 1), `momentum` (0) and, centered, `mg` (0). A
+        sparse gradient updates only its own rows.
 
     Example:
         >>> import jstep
@@ -246,11 +276,16 @@ def rmsprop(
         >>> print(jstep.apply_gradients(state, {"w": 1.0}, optimizer).params["w"])
         0.5
 
-    Source: Tieleman and Hinton, Coursera lecture 6.5 (2012); `tf.train.RMSPropOptimizer`. A variance that rounding
-    makes negative is set to 0.
+    Source: Tieleman and Hinton, Coursera lecture 6.5 (2012); `tf.train.RMSPropOptimizer`. A
+    variance that rounding makes negative is set to 0.
     """
     slots = rms_slots(1.0, as_bool(centered, "centered"), momentum=MEAN)
-    hyper = {"learning_rate": learning_rate, "decay": decay, "momentum": momentum, "epsilon": epsilon}
+    hyper = {
+        "learning_rate": learning_rate,
+        "decay": decay,
+        "momentum": momentum,
+        "epsilon": epsilon,
+    }
     return rules.from_update("rmsprop", rmsprop_update, slots, hyper, by_rows=True)
 
 
@@ -277,10 +312,12 @@ def scale_by_rms(
         decay: The decay of the averages, in [0, 1].
         epsilon: Added under the root or to it, ≥ 0.
         centered: Whether to divide by the standard deviation.
-        epsilon_in_root: Whether ε is added under the root, as in Optax and Keras, or to the root, as in torch.
+        epsilon_in_root: Whether ε is added under the root, as in Optax and Keras, or to the root,
+            as in torch.
 
     Returns:
-        An element of a chain with the slot `rms` (initially 0; in `rmsprop` initially 1, as in TF) and, centered, `mg`.
+        An element of a chain with the slot `rms` (initially 0; in `rmsprop` initially 1, as in TF)
+        and, centered, `mg`.
 
     Example:
         >>> import jstep
@@ -289,7 +326,8 @@ def scale_by_rms(
         >>> print(jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"])
         0.5
 
-    Source: Tieleman and Hinton (2012); `optax.scale_by_rms`, `optax.scale_by_stddev`, `torch.optim.RMSprop`.
+    Source: Tieleman and Hinton (2012); `optax.scale_by_rms`, `optax.scale_by_stddev`,
+    `torch.optim.RMSprop`.
     """
     is_centered = as_bool(centered, "centered")
     is_inside = as_bool(epsilon_in_root, "epsilon_in_root")
@@ -300,12 +338,14 @@ def scale_by_rms(
         return g / divisor, new
 
     hyper = {"decay": decay, "epsilon": epsilon}
-    return rules.from_update("scale_by_rms", direction, rms_slots(0.0, is_centered), hyper, by_rows=True)
+    return rules.from_update(
+        "scale_by_rms", direction, rms_slots(0.0, is_centered), hyper, by_rows=True
+    )
 
 
 def rms_slots(first: float, is_centered: bool, **others: Slot) -> dict[str, Any]:
-    # No `holds`, so that `compact` keeps it in full precision: a variance is a small difference of two averages, whose
-    # rounding errors would dominate it.
+    # No `holds`, so that `compact` keeps it in full precision: a variance is a small difference of
+    # two averages, whose rounding errors would dominate it.
     slots = {"rms": Slot(first, holds=None if is_centered else "square"), **others}
     if is_centered:
         slots["mg"] = Slot()
@@ -322,7 +362,9 @@ def variance_of(g: Array, s: Values, decay: Any) -> tuple[Array, dict[str, Any]]
 
 @makes_optimizer()
 def adadelta(
-    learning_rate: ScalarOrSchedule = 0.001, rho: ScalarOrSchedule = 0.95, epsilon: ScalarOrSchedule = 1e-8
+    learning_rate: ScalarOrSchedule = 0.001,
+    rho: ScalarOrSchedule = 0.95,
+    epsilon: ScalarOrSchedule = 1e-8,
 ) -> Optimizer:
     """Adadelta: e averages g²; d = g·√(x + ε)/√(e + ε); x averages d²; p −= lr·d.
 
@@ -332,8 +374,8 @@ def adadelta(
         epsilon: Added under the roots, ≥ 0.
 
     Returns:
-        An `Optimizer` with the slots `accum` (e) and `accum_update` (x), initially 0. A sparse gradient updates only
-        its own rows.
+        An `Optimizer` with the slots `accum` (e) and `accum_update` (x), initially 0. A sparse
+        gradient updates only its own rows.
 
     Example:
         >>> import jstep
@@ -342,7 +384,8 @@ def adadelta(
         >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.3f}')
         0.558
 
-    Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method" (2012); `tf.train.AdadeltaOptimizer`.
+    Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method" (2012);
+    `tf.train.AdadeltaOptimizer`.
     """
     slots = {"accum_update": Slot(holds="square", in_order=True), "accum": SQUARE}
     hyper = {"learning_rate": learning_rate, "rho": rho, "epsilon": epsilon}
@@ -353,7 +396,8 @@ def adadelta_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     def direction(e: Array, x: Array, g: Array) -> Array:
         return g * jnp.sqrt(x + h.epsilon) / jnp.sqrt(e + h.epsilon)
 
-    # On CPUs e is computed first, and the direction twice, for the parameter and for x, instead of being stored.
+    # On CPUs e is computed first, and the direction twice, for the parameter and for x, instead of
+    # being stored.
     e, x, g = compute_first(rules.average(s.accum, g * g, h.rho), s.accum_update, g)
     d = direction(e, x, g)
     e, x, g = compute_first(e, x, g)
@@ -375,22 +419,25 @@ def ftrl(
 ) -> Optimizer:
     """FTRL-Proximal: per-coordinate learning rates with exact sparsity.
 
-    a' = a + g²; linear += g + 2·shrinkage·p − (a'^−power − a^−power)/lr · p; p = (sign(linear)·l1 − linear) /
-    (a'^−power/lr + 2·(l2 + β/(2·lr))) where |linear| > l1, else 0.
+    a' = a + g²; linear += g + 2·shrinkage·p − (a'^−power − a^−power)/lr · p;
+    p = (sign(linear)·l1 − linear) / (a'^−power/lr + 2·(l2 + β/(2·lr))) where |linear| > l1, else 0.
 
     Args:
-        learning_rate: The step size lr > 0. When a schedule returns 0, the parameters stay unchanged.
-        learning_rate_power: The exponent ≤ 0 of a in the rate: −0.5 as in Adagrad, 0 for a constant rate.
+        learning_rate: The step size lr > 0. When a schedule returns 0, the parameters stay
+            unchanged.
+        learning_rate_power: The exponent ≤ 0 of a in the rate: −0.5 as in Adagrad, 0 for a constant
+            rate.
         initial_accumulator_value: The initial value of the accumulator, ≥ 0.
         l1_regularization_strength: The l1 penalty ≥ 0.
         l2_regularization_strength: The l2 penalty ≥ 0.
-        l2_shrinkage_regularization_strength: An l2 penalty ≥ 0 in the gradient, but not in the accumulator.
+        l2_shrinkage_regularization_strength: An l2 penalty ≥ 0 in the gradient, but not in the
+            accumulator.
         beta: The paper's β ≥ 0, which lowers the first learning rates.
 
     Returns:
-        An `Optimizer` with the slots `accum` and `linear` (initially 0). A sparse gradient updates only its own rows.
-        The parameters are computed from the slots: the first update forgets their initial values, and
-        `state.with_params` is an error.
+        An `Optimizer` with the slots `accum` and `linear` (initially 0). A sparse gradient updates
+        only its own rows. The parameters are computed from the slots: the first update forgets
+        their initial values, and `state.with_params` is an error.
 
     Example:
         >>> import jstep
@@ -401,9 +448,12 @@ def ftrl(
 
     Source: McMahan et al., "Ad Click Prediction" (2013), algorithm 1; `tf.train.FtrlOptimizer`.
     """
-    first = as_hyperparameter("initial_accumulator_value", initial_accumulator_value, **rules.NON_NEGATIVE)
+    first = as_hyperparameter(
+        "initial_accumulator_value", initial_accumulator_value, **rules.NON_NEGATIVE
+    )
     slots = {
-        # No `holds`, so that `compact` keeps it in full precision: each step computes the parameters from it.
+        # No `holds`, so that `compact` keeps it in full precision: each step computes the
+        # parameters from it.
         "accum": Slot(first, computes_params=True),
         "linear": Slot(holds="slow", in_order=True),
     }
@@ -432,8 +482,9 @@ def ftrl_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     shrunk = g + 2 * h.l2_shrinkage_regularization_strength * p
     linear = s.linear + shrunk - (rate_power(s.accum + g * g) - rate_power(s.accum)) / lr * p
     linear = jnp.where(moves, linear, s.linear)
-    # Three kernels share these slots: `linear` first, then `accum`, then the parameter from both. Otherwise
-    # XLA computes them from the old slots in another order and copies the slots that it has to overwrite.
+    # Three kernels share these slots: `linear` first, then `accum`, then the parameter from both.
+    # Otherwise XLA computes them from the old slots in another order and copies the slots that it
+    # has to overwrite.
     linear, old, g = compute_first(linear, s.accum, g)
     ((linear, accum),) = run_in_order((linear, jnp.where(moves, old + g * g, old)))
     quadratic = rate_power(accum) / lr + 2 * (h.l2_regularization_strength + h.beta / (2 * lr))
@@ -449,9 +500,10 @@ def madgrad(
     weight_decay: ScalarOrSchedule = 0.0,
     epsilon: ScalarOrSchedule = 1e-6,
 ) -> Optimizer:
-    """MADGRAD: s += λ·g, G += λ·g² with λ = (lr + ε)·√t; z = p₀ − s/(∛G + ε); p = momentum·p + (1 − momentum)·z.
+    """MADGRAD: s += λ·g; G += λ·g²; z = p₀ − s/(∛G + ε); p = momentum·p + (1 − momentum)·z.
 
-    p₀ are the initial parameters, t is the age of the slots. Old gradients keep the learning rate of their step.
+    λ = (lr + ε)·√t, where t is the age of the slots; p₀ are the initial parameters. Old gradients
+    keep the learning rate of their step.
 
     Args:
         learning_rate: The step size lr ≥ 0, often larger than Adam's.
@@ -460,8 +512,8 @@ def madgrad(
         epsilon: Added to lr and to ∛G, ≥ 0.
 
     Returns:
-        An `Optimizer` with the slots `s` and `grad_sum_sq` (G), initially 0, `initial` (p₀, a copy of the parameters in
-        float32 at least), and `start_step`.
+        An `Optimizer` with the slots `s` and `grad_sum_sq` (G), initially 0, `initial` (p₀, a copy
+        of the parameters in float32 at least), and `start_step`.
 
     Example:
         >>> import jstep
@@ -470,19 +522,28 @@ def madgrad(
         >>> print(f'{jstep.apply_gradients(state, {"w": 1.0}, optimizer).params["w"]:.3f}')
         0.750
 
-    Source: Defazio and Jelassi, "Adaptivity without Compromise" (2021); the results match the authors' code and
-    `optax.contrib.madgrad`.
+    Source: Defazio and Jelassi, "Adaptivity without Compromise" (2021); the results match the
+    authors' code and `optax.contrib.madgrad`.
     """
     # The sum of squares has no `holds`, because the parameters are computed from it, as in FTRL.
-    slots = {"s": SLOW, "grad_sum_sq": 0.0, "initial": Slot("copy", holds="weight", computes_params=True)}
-    hyper = {"learning_rate": learning_rate, "momentum": as_hyperparameter("momentum", momentum, **rules.BETA)}
+    slots = {
+        "s": SLOW,
+        "grad_sum_sq": 0.0,
+        "initial": Slot("copy", holds="weight", computes_params=True),
+    }
+    hyper = {
+        "learning_rate": learning_rate,
+        "momentum": as_hyperparameter("momentum", momentum, **rules.BETA),
+    }
     hyper |= {"weight_decay": weight_decay, "epsilon": epsilon}
     # Momentum also moves rows without a gradient.
     return rules.from_update("madgrad", madgrad_update, slots, hyper, prepare=madgrad_weight)
 
 
 def madgrad_weight(h: Values) -> dict[str, Any]:
-    return {"weight": (h.learning_rate + h.epsilon) * jnp.sqrt(h.age.astype(jnp.result_type(float)))}
+    return {
+        "weight": (h.learning_rate + h.epsilon) * jnp.sqrt(h.age.astype(jnp.result_type(float)))
+    }
 
 
 def madgrad_update(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -491,6 +552,9 @@ def madgrad_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     total_square = s.grad_sum_sq + h.weight * (g * g)
     root = jnp.cbrt(total_square) + h.epsilon
     # With ε = 0, a parameter whose gradient has always been 0 stays unchanged.
-    moved = jnp.where(root > 0, total / jnp.where(root > 0, root, jnp.ones_like(root)), jnp.zeros_like(total))
+    moved = jnp.where(
+        root > 0, total / jnp.where(root > 0, root, jnp.ones_like(root)), jnp.zeros_like(total)
+    )
     z = s.initial - moved
-    return (1 - h.momentum) * (z - p), {"s": total, "grad_sum_sq": total_square, "initial": s.initial}
+    new = {"s": total, "grad_sum_sq": total_square, "initial": s.initial}
+    return (1 - h.momentum) * (z - p), new

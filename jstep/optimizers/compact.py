@@ -14,7 +14,13 @@ from jstep.core import meshes, trees
 from jstep.core.checks import as_int, format_value
 from jstep.core.exceptions import setting
 from jstep.core.jaxprs import Subprogram, evaluate_on_slices, trace_inlined
-from jstep.core.meshes import call_on_auto_axes, dims_of, explicit_mesh, internal_transfers, shard_like
+from jstep.core.meshes import (
+    call_on_auto_axes,
+    dims_of,
+    explicit_mesh,
+    internal_transfers,
+    shard_like,
+)
 from jstep.core.new_arrays import copy_as, full_like
 from jstep.core.placement import is_shape, may_run_on, move_to_devices
 from jstep.core.recorded_calls import makes_optimizer
@@ -36,16 +42,19 @@ from jstep.state.sharding import is_model_state, state_shardings
 from jstep.state.slots import master_params, slot_values
 from jstep.state.train_state import TrainState, as_state
 
-# The inner optimizer sees float32 parameters and slots. Its results are stored block by block. Blocks without a changed
-# value stay bitwise identical, whatever the reason: a missing gradient, a guard that skipped the update, or rows that a
-# sparse gradient does not name.
+# The inner optimizer sees float32 parameters and slots. Its results are stored block by block.
+# Blocks without a changed value stay bitwise identical, whatever the reason: a missing gradient, a
+# guard that skipped the update, or rows that a sparse gradient does not name.
 
 SCALE = "scale"
 LARGEST_BLOCK = 1024
 _SALT_OF_UPDATE = 0x9E3779B1
-"""The difference of the salts of two updates of one step; multiples of it are far from the small salts of leaves."""
+"""How far apart the salts of a step's updates are; multiples are far from leaves' small salts."""
 _REFUSED = {
-    "master_weights": "which keeps masters itself: leave master_weights out, and convert its states by jstep.repack",
+    "master_weights": (
+        "which keeps masters itself: leave master_weights out, "
+        "and convert its states by jstep.repack"
+    ),
     "stochastic_rounding": "which loses no update to rounding: leave stochastic_rounding out",
     "compact": "which stores everything compactly already: leave one of them out",
     "Slot(dtype=…)": "which stores the slot in 8 bits: leave the dtype out",
@@ -53,40 +62,47 @@ _REFUSED = {
 
 
 @makes_optimizer(1)
-def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4096, block: int = 128) -> Optimizer:
-    """Compact storage between updates: AdamW with bfloat16 parameters takes 7 bytes a parameter instead of 16.
+def compact(
+    optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4096, block: int = 128
+) -> Optimizer:
+    """Compact storage between updates: AdamW takes 7 bytes a bfloat16 parameter instead of 16.
 
-    Slots become codes with a scale for each block: averages and squares in 8 bits, slow averages and sums in 16, copies
-    of weights in 24. bfloat16 parameters get the next 8 bits of their float32 masters.
+    Slots become codes with a scale for each block: averages and squares in 8 bits, slow averages
+    and sums in 16, copies of weights in 24. bfloat16 parameters get the next 8 bits of their
+    float32 masters.
 
     Args:
-        optimizer: The optimizer, with its clips and averages. Guards, `update_every`, `lookahead` and `with_projection`
-            belong around the result.
+        optimizer: The optimizer, with its clips and averages. Guards, `update_every`, `lookahead`
+            and `with_projection` belong around the result.
         keep: The parameters whose slots stay as they are, as a `var_list`.
         min_size: The number of elements below which the slots of a parameter stay as they are.
-        block: The number of elements with a common scale, a power of two from 32 to 1024. Blocks lie along the last
-            axis that has a divisor from 32 to 2·block, or else the last axis is one block.
+        block: The number of elements with a common scale, a power of two from 32 to 1024. Blocks
+            lie along the last axis that has a divisor from 32 to 2·block, or else the last axis is
+            one block.
 
     Returns:
-        An `Optimizer` with the same hyperparameters. Its slots keep names and shapes. An average or square `m` has
-        int8, int16 or uint8 codes, and a slot `m/scale`; weights `z` are bfloat16, with a slot `z/remainder`. bfloat16
-        parameters have the slot `remainder`. The scalar slots `drawn/step` and `drawn/count` count the updates of a
-        step, each of which rounds in its own way. `get_slot` returns float32 values. Slots without a declared content
-        (`Slot(holds=…)`) or of other shapes, and those of float64 parameters, stay as they are.
+        An `Optimizer` with the same hyperparameters. Its slots keep names and shapes. An average or
+        square `m` has int8, int16 or uint8 codes, and a slot `m/scale`; weights `z` are bfloat16,
+        with a slot `z/remainder`. bfloat16 parameters have the slot `remainder`. The scalar slots
+        `drawn/step` and `drawn/count` count the updates of a step, each of which rounds in its own
+        way. `get_slot` returns float32 values. Slots without a declared content (`Slot(holds=…)`)
+        or of other shapes, and those of float64 parameters, stay as they are.
 
     Raises:
-        ValueError: The optimizer contains `master_weights`, `stochastic_rounding`, `compact` or a `Slot` with a dtype;
-            or (at `init`) a parameter is float16, or an entry of `keep` matches nothing.
+        ValueError: The optimizer contains `master_weights`, `stochastic_rounding`, `compact` or a
+            `Slot` with a dtype; or (at `init`) a parameter is float16, or an entry of `keep`
+            matches nothing.
 
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.compact(jstep.adamw(1e-3))
         >>> state = jstep.TrainState.create({"w": jnp.ones((64, 128), jnp.bfloat16)}, optimizer)
-        >>> state.slots["m"]["w"].dtype, state.slots["v/scale"]["w"].shape, jstep.get_slot(state, "m", "w").dtype
+        >>> codes, scales = state.slots["m"]["w"], state.slots["v/scale"]["w"]
+        >>> codes.dtype, scales.shape, jstep.get_slot(state, "m", "w").dtype
         (dtype('int8'), (64, 1), dtype('float32'))
 
-    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2021); Zamirai et al., "Revisiting BFloat16
-    Training" (2020).
+    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2021); Zamirai et al.,
+    "Revisiting BFloat16 Training" (2020).
     """
     optimizer = as_optimizer("optimizer", optimizer)
     nested.check_formats("compact", optimizer, **_REFUSED)
@@ -94,7 +110,8 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
     block_size = as_int(block, "block", at_least=SMALLEST_BLOCK)
     if block_size > LARGEST_BLOCK or block_size & (block_size - 1):
         raise ValueError(
-            f"block={format_value(block)}: must be a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"
+            f"block={format_value(block)}: must be a power of two "
+            f"from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"
         )
     kept = None if keep is None else leaf_values.mask("keep", keep)
 
@@ -119,7 +136,9 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
                 else:
                     halves[name] = f"{name}/{SCALE}"
                     added[halves[name]] = Role.SCALES
-        if any(p is not None and p.dtype == jnp.bfloat16 for p in _trained_leaves(optimizer, params)):
+        if any(
+            p is not None and p.dtype == jnp.bfloat16 for p in _trained_leaves(optimizer, params)
+        ):
             added[REMAINDER] = Role.REMAINDER
         if added:
             inner = inner.merge(draws.ROLES)
@@ -130,12 +149,18 @@ def compact(optimizer: OptimizerLike, *, keep: VarList = None, min_size: int = 4
         for path, p in zip(trees.leaf_paths(params), trained, strict=True):
             if p is not None and p.dtype == jnp.float16:
                 raise ValueError(
-                    f"params: {trees.quote_path(path)} must be bfloat16 or float32 for compact, got float16; cast it"
+                    f"params: {trees.quote_path(path)} must be bfloat16 or float32 for compact, "
+                    "got float16; cast it"
                 )
-        remainders = [None if p is None or p.dtype != jnp.bfloat16 else full_like(p, 0, jnp.int8) for p in trained]
+        remainders = [
+            None if p is None or p.dtype != jnp.bfloat16 else full_like(p, 0, jnp.int8)
+            for p in trained
+        ]
         leaves, treedef = trees.flatten(params)
         with leaf_values.partial_params(params):
-            fresh = optimizer.init(treedef.unflatten(map(stored_value, leaves, remainders)), global_step)
+            fresh = optimizer.init(
+                treedef.unflatten(map(stored_value, leaves, remainders)), global_step
+            )
         all_roles = roles(params)
         if REMAINDER in all_roles:
             fresh |= {REMAINDER: treedef.unflatten(remainders)}
@@ -199,7 +224,9 @@ def _first_slots(values: Slots, params: Params, roles: Roles, blocks: list[Block
         tops = trees.flatten_like(params, values[name], f"slot {name!r}")
         lows: list[Any] = [None] * len(tops)
         for i, (x, leaf_blocks) in enumerate(zip(tops, blocks, strict=True)):
-            has_values = x is not None and np.shape(x) == np.shape(leaves[i]) and x.dtype == jnp.float32
+            has_values = (
+                x is not None and np.shape(x) == np.shape(leaves[i]) and x.dtype == jnp.float32
+            )
             if leaf_blocks is not None and has_values:
                 tops[i], lows[i] = round_to_nearest(x, leaf_blocks, KINDS[roles.holds[name]])
         slots[name] = treedef.unflatten(tops)
@@ -266,13 +293,17 @@ class StoredState(NamedTuple):
         turns: list[dict[str, Turn]] = []
         for number in leaf_values.leaf_numbers(self.params):
             first = len(names) * number
-            turns.append({name: Turn(step, np.uint32(first + i) + offset) for i, name in enumerate(names)})
+            turns.append(
+                {name: Turn(step, np.uint32(first + i) + offset) for i, name in enumerate(names)}
+            )
         return turns
 
     def are_large(self) -> list[bool]:
-        """Return for each parameter whether it is large, and stored compactly or with slots that are."""
+        """Return for each parameter whether it is large, and it or its slots are compact."""
         flags: list[bool] = []
-        for p, blocks, row in zip(jax.tree.leaves(self.params), self.blocks, self.rows(self.slots), strict=True):
+        for p, blocks, row in zip(
+            jax.tree.leaves(self.params), self.blocks, self.rows(self.slots), strict=True
+        ):
             is_compact = blocks is not None or REMAINDER in row
             flags.append(np.size(p) >= by_slices.LARGE and is_compact)
         return flags
@@ -293,7 +324,8 @@ def stored_value(stored: object, half: object, flat: bool = False) -> Any:
     return _decode(stored, half, flat)
 
 
-_decode = jax.jit(compact_numbers.decode_leaf, static_argnums=2)  # one trace for all leaves of a shape, as in leafwise
+# One trace for all leaves of a shape, as in leafwise.
+_decode = jax.jit(compact_numbers.decode_leaf, static_argnums=2)
 
 
 def _values(row: Row, halves: Mapping[str, str], flat: bool = False) -> Row:
@@ -301,7 +333,7 @@ def _values(row: Row, halves: Mapping[str, str], flat: bool = False) -> Row:
 
 
 def store_updates(stored: StoredState, inner: Inner, updates: Updates) -> tuple[Updates, Slots]:
-    """Decode the state, update it with `inner`, and encode it: large leaves separately on accelerators."""
+    """Decode the state, update it with `inner`, encode it: large leaves apart on accelerators."""
     platforms: list[str] = []
     if any(stored.are_large()):
         if may_run_on("tpu"):
@@ -311,7 +343,10 @@ def store_updates(stored: StoredState, inner: Inner, updates: Updates) -> tuple[
     if not platforms:
         return _update_together(stored, inner, updates)
     conditions = Conditions()
-    branches = {name: _collecting(conditions, _update_by_leaf, stored, inner, updates, name) for name in platforms}
+    branches = {
+        name: _collecting(conditions, _update_by_leaf, stored, inner, updates, name)
+        for name in platforms
+    }
     default = _collecting(conditions, _update_together, stored, inner, updates)
     result, values = jax.lax.platform_dependent(default=default, **branches)
     for condition, holds in zip(conditions, values, strict=True):
@@ -320,7 +355,9 @@ def store_updates(stored: StoredState, inner: Inner, updates: Updates) -> tuple[
     return new
 
 
-def _collecting(conditions: Conditions, update: Callable[..., Any], *first: object) -> Callable[..., Any]:
+def _collecting(
+    conditions: Conditions, update: Callable[..., Any], *first: object
+) -> Callable[..., Any]:
     """Let a traced `update` also return its conditions, which replace earlier ones."""
 
     def traced(*others: object) -> Any:
@@ -346,7 +383,10 @@ def _encode(
     new_slots: Slots,
     separate: Mapping[int, tuple[Array, Row]],
 ) -> tuple[Updates, Slots]:
-    """Return the updates and slots to store; `separate` has the new parameters and rows of leaves that are encoded."""
+    """Return the updates and slots to store.
+
+    `separate` has the new parameters and rows of leaves that are encoded.
+    """
     new_updates = trees.flatten_like(stored.params, updates, "updates", is_leaf=is_update)
     rows = stored.rows(stored.slots)
     old_rows = stored.rows(old_slots)
@@ -362,16 +402,25 @@ def _encode(
             changed = {name: x for name, x in new_rows[i].items() if x is not old_rows[i].get(name)}
             u = new_updates[i] if are_large[i] or REMAINDER in rows[i] else None
             halves = tuple(stored.halves.items())
-            value, row = _encode_leaf(rows[i], changed, master_leaves[i], u, turns[i], blocks, halves)
+            value, row = _encode_leaf(
+                rows[i], changed, master_leaves[i], u, turns[i], blocks, halves
+            )
         if value is not None:
             new_updates[i] = Replacement(value)
         rows[i] = rows[i] | row
-    return trees.structure(stored.params).unflatten(new_updates), stored.trees(rows, stored.slots | new_slots)
+    updates = trees.structure(stored.params).unflatten(new_updates)
+    return updates, stored.trees(rows, stored.slots | new_slots)
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6))
 def _encode_leaf(
-    row: Row, new: Row, master: Any, u: object, turns: dict[str, Turn], blocks: Blocks | None, halves: Any
+    row: Row,
+    new: Row,
+    master: Any,
+    u: object,
+    turns: dict[str, Turn],
+    blocks: Blocks | None,
+    halves: Any,
 ) -> tuple[Any, Row]:
     scales = _scales(row, new, blocks, dict(halves))
     value = None if trees.is_none(u) else add(master, u)
@@ -408,7 +457,9 @@ def _encode_slots(
         half = halves.get(name, "")
         if name in scales:
             stored[half] = scales[name]
-            codes = compact_numbers.quantize(x, scales[name], blocks, row[name].dtype, fractions(name), flat)
+            codes = compact_numbers.quantize(
+                x, scales[name], blocks, row[name].dtype, fractions(name), flat
+            )
             # A block without a changed value keeps its scale, too: nothing is rounded again.
             old_codes = row[name]
             old_values = compact_numbers.decode(old_codes, scales[name], flat)
@@ -448,11 +499,13 @@ class _LeafProgram(NamedTuple):
     ending: Subprogram
 
 
-def _update_by_leaf(stored: StoredState, inner: Inner, updates: Updates, platform: str) -> tuple[Updates, Slots]:
+def _update_by_leaf(
+    stored: StoredState, inner: Inner, updates: Updates, platform: str
+) -> tuple[Updates, Slots]:
     """Update large leaves one after the other, so that no float32 array of theirs is in memory.
 
-    The update of all leaves is traced. The ending of its program that computes a large leaf elementwise is cut off, and
-    computed together with the decoding and encoding of this leaf.
+    The update of all leaves is traced. The ending of its program that computes a large leaf
+    elementwise is cut off, and computed together with the decoding and encoding of this leaf.
     """
     values = stored.values()
     inputs, treedef = trees.flatten((updates, *values))
@@ -471,21 +524,25 @@ def _update_by_leaf(stored: StoredState, inner: Inner, updates: Updates, platfor
         needed += leaf.ending.jaxpr.invars
     others = [var for number, var in enumerate(results) if number not in separate]
     computed = iter(by_slices.compute_values(program, inputs, [*others, *needed]))
-    other_results = [None if number in separate else next(computed) for number in range(len(results))]
+    other_results = [
+        None if number in separate else next(computed) for number in range(len(results))
+    ]
     (updates, new_slots), reached = results_treedef.unflatten(other_results)
     for condition, holds in zip(conditions, reached, strict=True):
         report_condition(condition._replace(holds=holds))
 
     env = dict(zip(needed, computed, strict=True))
     params = jax.tree.leaves(stored.params)
-    encoded = {i: _update_leaf(params[i], leaf, stored.halves, env, platform) for i, leaf in leaves.items()}
+    encoded = {
+        i: _update_leaf(params[i], leaf, stored.halves, env, platform) for i, leaf in leaves.items()
+    }
     return _encode(stored, *values, updates, new_slots, encoded)
 
 
 def _leaf_programs(
     stored: StoredState, program: Subprogram, treedef: Any, results_treedef: Any, platform: str
 ) -> dict[int, _LeafProgram]:
-    """Return the programs of the large leaves that are updated separately, from the program of all leaves."""
+    """Return the programs of large leaves updated separately, from the program of all leaves."""
     results = program.jaxpr.outvars
     _, slots, masters = treedef.unflatten(program.jaxpr.invars)
     (update_numbers, new_slot_numbers), _ = results_treedef.unflatten(range(len(results)))
@@ -503,19 +560,30 @@ def _leaf_programs(
             continue
         shape = np.shape(p)
         numbers = number_rows[i]
-        old = {name: var for name, var in slot_rows[i].items() if results[numbers[name]].aval.shape == shape}
-        replaced = {name: numbers[name] for name, var in old.items() if results[numbers[name]] is not var}
+        old = {
+            name: var
+            for name, var in slot_rows[i].items()
+            if results[numbers[name]].aval.shape == shape
+        }
+        replaced = {
+            name: numbers[name] for name, var in old.items() if results[numbers[name]] is not var
+        }
         outputs = (updates[i], replaced)
         wanted = [results[number] for number in jax.tree.leaves(outputs)]
+        slice_shape = shape
+        if platform == TPU:
+            slice_shape = by_slices.slice_shape(path, shape, stored.blocks[i])
         leaves[i] = _LeafProgram(
             row=rows[i],
             turns=turns[i],
             blocks=stored.blocks[i],
-            slice_shape=by_slices.slice_shape(path, shape, stored.blocks[i]) if platform == TPU else shape,
+            slice_shape=slice_shape,
             master=master_vars[i],
             slots=old,
             outputs=outputs,
-            ending=by_slices.find_ending(program, wanted, functools.partial(by_slices.is_of_leaf, shape)),
+            ending=by_slices.find_ending(
+                program, wanted, functools.partial(by_slices.is_of_leaf, shape)
+            ),
         )
     return leaves
 
@@ -527,7 +595,9 @@ def _update_leaf(
     _, new_numbers = leaf.outputs
     written_names = {*new_numbers, *(halves.get(name) for name in new_numbers), REMAINDER}
     read_names = {*leaf.slots, *(halves.get(name) for name in leaf.slots)} - written_names
-    others = [var for var in leaf.ending.jaxpr.invars if var not in (leaf.master, *leaf.slots.values())]
+    others = [
+        var for var in leaf.ending.jaxpr.invars if var not in (leaf.master, *leaf.slots.values())
+    ]
 
     def values(carried: Any, read: Any) -> tuple[Array, Any, Row]:
         """Return the master of a slice, its update, and its new slots."""
@@ -549,7 +619,8 @@ def _update_leaf(
         master, u, new = values(carried, read)
         _, row = carried
         scales = _scales(row, new, leaf.blocks, halves)
-        if platform == GPU:  # everything is computed again in a second kernel, not stored in float32
+        if platform == GPU:
+            # Everything is computed again in a second kernel, not stored in float32.
             carried, read, scales = jax.lax.optimization_barrier((carried, read, scales))
             master, u, new = values(carried, read)
             _, row = carried
@@ -557,19 +628,23 @@ def _update_leaf(
         def fractions(name: str) -> Array:
             return compact_numbers.fractions_at(leaf.slice_shape, leaf.turns[name], position)
 
-        return _encode_slots(row, new, add(master, u), scales, fractions, leaf.blocks, halves, platform == GPU)
+        return _encode_slots(
+            row, new, add(master, u), scales, fractions, leaf.blocks, halves, platform == GPU
+        )
 
     written_row = {name: x for name, x in leaf.row.items() if name in written_names}
     read_row = {name: x for name, x in leaf.row.items() if name in read_names}
     carried = (p, written_row)
     read = ([env[var] for var in others], read_row)
-    result: tuple[Array, Row] = by_slices.update_slices(body, p.shape, leaf.slice_shape, carried, read)
+    result: tuple[Array, Row] = by_slices.update_slices(
+        body, p.shape, leaf.slice_shape, carried, read
+    )
     return result
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def round_to_nearest(x: Array, blocks: Blocks, dtype: DTypeLike | None) -> tuple[Array, Array]:
-    """Both halves of values, rounded to nearest; a dtype of None means a bfloat16 and its remainder."""
+    """Both halves of values, rounded to nearest; dtype=None means a bfloat16 and its remainder."""
     if dtype is None:
         return compact_numbers.split_halves(x)
     return compact_numbers.encode(x, blocks, dtype)
@@ -578,13 +653,15 @@ def round_to_nearest(x: Array, blocks: Blocks, dtype: DTypeLike | None) -> tuple
 # States between formats: float32 slots, `compact` and `master_weights`.
 
 
-def repack(state: TrainState, old_optimizer: OptimizerLike, new_optimizer: OptimizerLike) -> TrainState:
-    """Convert a state between the formats of an optimizer: float32 slots, `compact`, `master_weights`.
+def repack(
+    state: TrainState, old_optimizer: OptimizerLike, new_optimizer: OptimizerLike
+) -> TrainState:
+    """Convert a state between an optimizer's formats: float32 slots, `compact`, `master_weights`.
 
     Args:
         state: A state of the old optimizer.
-        new_optimizer: The same optimizer with or without `compact`, with another `keep`, `min_size` or `block`, or in
-            `master_weights`.
+        new_optimizer: The same optimizer with or without `compact`, with another `keep`, `min_size`
+            or `block`, or in `master_weights`.
 
     Returns:
         A state of the new optimizer at the same step. Codes are rounded to nearest.
@@ -625,14 +702,18 @@ def _specs(state: TrainState, converted: TrainState) -> TrainState:
 
     specs = treedef.unflatten(list(map(spec, jax.tree.leaves(state.params), *slots)))
     mesh: Any = explicit_mesh(state)
-    _, shardings = state_shardings(state.params, converted.slots, mesh, specs, None, slot_roles.roles_in(converted))
+    _, shardings = state_shardings(
+        state.params, converted.slots, mesh, specs, None, slot_roles.roles_in(converted)
+    )
     shapes = converted.replace(slots=jax.tree.map(trees.shape_of, converted.slots, shardings))
     return shard_like(shapes, state)(converted)
 
 
 def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimizer) -> TrainState:
     others = {name: tree for name, tree in state.slots.items() if is_model_state(name)}
-    old_slots = {name: move_to_devices(tree) for name, tree in state.slots.items() if name not in others}
+    old_slots = {
+        name: move_to_devices(tree) for name, tree in state.slots.items() if name not in others
+    }
     _check("old_optimizer", old_slots, _shapes(state, old_optimizer))
     old = slot_roles.roles_of(old_optimizer, state.params).static_part()
     treedef = trees.structure(state.params)
@@ -640,7 +721,9 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
     masters = jax.tree.leaves(master_params(old_state))
     wanted = _shapes(state, new_optimizer)
     roles = slot_roles.roles_of(new_optimizer, state.params)
-    leaves = [x.astype(p.dtype) for x, p in zip(masters, jax.tree.leaves(state.params), strict=True)]
+    leaves = [
+        x.astype(p.dtype) for x, p in zip(masters, jax.tree.leaves(state.params), strict=True)
+    ]
     slots: Slots = {}
     for name in wanted:
         if name in roles.halves.values():  # made with the slot that it completes
@@ -655,7 +738,9 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
         new_leaves = trees.flatten_like(state.params, wanted[name], f"slot {name!r}")
         for i, like in enumerate(new_leaves):
             if like is not None and roles[name] is Role.REMAINDER:
-                leaves[i], new_leaves[i] = round_to_nearest(masters[i].astype(jnp.float32), None, None)
+                leaves[i], new_leaves[i] = round_to_nearest(
+                    masters[i].astype(jnp.float32), None, None
+                )
             elif like is not None:
                 new_leaves[i] = copy_as(masters[i], like.dtype)
         slots[name] = treedef.unflatten(new_leaves)
@@ -671,17 +756,21 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
 
 
 def _shapes(state: TrainState, optimizer: Optimizer) -> Slots:
-    return jax.eval_shape(lambda params, step: dict(optimizer.init(params, step)), state.params, step_array(state))
+    return jax.eval_shape(
+        lambda params, step: dict(optimizer.init(params, step)), state.params, step_array(state)
+    )
 
 
 def _check(argument: str, have: Slots, wanted: Slots) -> None:
     types = _types(have)
     wanted_types = _types(wanted)
-    differing = sorted(path for path in types | wanted_types if types.get(path) != wanted_types.get(path))
+    differing = sorted(
+        path for path in types | wanted_types if types.get(path) != wanted_types.get(path)
+    )
     if differing:
         raise ValueError(
-            f"{argument}: must be the optimizer of the state, with or without jstep.compact or jstep.master_weights; "
-            f"slots differ at {differing[:5]}"
+            f"{argument}: must be the optimizer of the state, with or without jstep.compact "
+            f"or jstep.master_weights; slots differ at {differing[:5]}"
         )
 
 

@@ -1,8 +1,9 @@
 """Random numbers that differ between the updates of one step: `drawn`, which counts them.
 
-The i-th update of step N draws with the number i. An optimizer that draws has two scalar slots, `drawn/step`, the step
-of its latest update, and `drawn/count`, the number of its updates in that step. All optimizers below one label or scope
-have the same two: each computes the same new values from the same old ones.
+The i-th update of step N draws with the number i. An optimizer that draws has two scalar slots,
+`drawn/step`, the step of its latest update, and `drawn/count`, the number of its updates in that
+step. All optimizers below one label or scope have the same two: each computes the same new values
+from the same old ones.
 """
 
 from collections.abc import Iterable
@@ -26,7 +27,7 @@ def fresh_draws() -> Slots:
 
 
 def number_in_step(slots: Slots, step: Step) -> Array:
-    """The number of the update from `step` to step + 1 among the updates of this step: 0 for the first."""
+    """The number of the update from `step` to step + 1 among those of the step: 0 for the first."""
     drawn = as_slots(ROLES, slots)
     is_same_step = drawn[DRAWN_STEP] == jnp.asarray(step).astype(drawn[DRAWN_STEP].dtype)
     return jnp.where(is_same_step, drawn[DRAWN_COUNT], 0)
@@ -34,7 +35,10 @@ def number_in_step(slots: Slots, step: Step) -> Array:
 
 def next_draws(slots: Slots, step: Step) -> Slots:
     old = slots[DRAWN_STEP]
-    return {DRAWN_STEP: jnp.asarray(step).astype(old.dtype), DRAWN_COUNT: number_in_step(slots, step) + 1}
+    return {
+        DRAWN_STEP: jnp.asarray(step).astype(old.dtype),
+        DRAWN_COUNT: number_in_step(slots, step) + 1,
+    }
 
 
 def numbered_key(key: Any, number: Array) -> Any:
@@ -44,7 +48,7 @@ def numbered_key(key: Any, number: Array) -> Any:
 
 
 def shared_names(roles: Iterable[Roles]) -> set[str]:
-    """The names of slots that several optimizers may have, because all of them count draws there."""
+    """The names of slots that several optimizers may have, because all count draws there."""
     names: set[str] = set()
     others: set[str] = set()
     for slot_roles in roles:
@@ -55,5 +59,5 @@ def shared_names(roles: Iterable[Roles]) -> set[str]:
 
 
 def join_draws(names: Iterable[str], old: Slots, first: Slots, second: Slots) -> Slots:
-    """The shared slots after two elements of a chain: an element that made no update left them as they were."""
+    """Shared slots after two elements of a chain: one that made no update left them unchanged."""
     return {name: jnp.where(second[name] == old[name], first[name], second[name]) for name in names}

@@ -1,4 +1,4 @@
-"""Elements of a chain that transform gradients and updates: noise, norms, clips, scales, weight decay."""
+"""Chain elements that change gradients and updates: noise, norms, clips, scales, weight decay."""
 
 from __future__ import annotations
 
@@ -22,9 +22,22 @@ from jstep.optimizers.chains import drawing_element, element
 from jstep.optimizers.draws import numbered_key
 from jstep.optimizers.hyperparameters import Hyper, as_hyperparameter, constant
 from jstep.optimizers.leaf_values import Flag, UnitAxes
-from jstep.optimizers.rules import Result, Values, from_direction, from_update, is_zero, replace_init
+from jstep.optimizers.rules import (
+    Result,
+    Values,
+    from_direction,
+    from_update,
+    is_zero,
+    replace_init,
+)
 from jstep.optimizers.updates import map_updates
-from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, map_table, trim_slices
+from jstep.slots.indexed_slices import (
+    IndexedSlices,
+    combine_rows,
+    is_slices,
+    map_table,
+    trim_slices,
+)
 
 # Gradients: noise, centralization, normalization, clips.
 
@@ -38,31 +51,34 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
     Args:
         eta: The variance η ≥ 0 at step 0.
         gamma: The exponent γ ≥ 0 by which the variance decreases; 0.55 is usual.
-        key: A PRNG key. The noise depends on the key, the step, the number of the update within the step and the leaf
-            only.
+        key: A PRNG key. The noise depends on the key, the step, the number of the update within the
+            step and the leaf only.
 
     Returns:
-        An element of a chain with the hyperparameters `noise_eta` and `noise_gamma`, and two scalar slots, `drawn/step`
-        and `drawn/count`, which count the updates of a step. Leaves without a gradient get no noise; sparse gradients
-        become dense.
+        An element of a chain with the hyperparameters `noise_eta` and `noise_gamma`, and two scalar
+        slots, `drawn/step` and `drawn/count`, which count the updates of a step. Leaves without a
+        gradient get no noise; sparse gradients become dense.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep
-        >>> optimizer = jstep.chain(jstep.add_noise(0.01, 0.55, jax.random.key(0)), jstep.gradient_descent(1.0))
+        >>> noise = jstep.add_noise(0.01, 0.55, jax.random.key(0))
+        >>> optimizer = jstep.chain(noise, jstep.gradient_descent(1.0))
         >>> state = jstep.TrainState.create({"w": jnp.zeros(10_000)}, optimizer)
         >>> state = jstep.apply_gradients(state, {"w": jnp.ones(10_000)}, optimizer)
         >>> print(f"{state.params['w'].mean():.2f} ± {state.params['w'].std():.2f}")
         -1.00 ± 0.10
 
-    Source: Neelakantan et al., "Adding Gradient Noise Improves Learning for Very Deep Networks" (2015);
-    `optax.add_noise`.
+    Source: Neelakantan et al., "Adding Gradient Noise Improves Learning for Very Deep Networks"
+    (2015); `optax.add_noise`.
     """
     key = as_key(key, "key")
 
     def noisy(updates: Updates, params: Params, step: Step, h: Hyper, number: Array) -> Updates:
         real = trees.default_float()
         steps = jnp.asarray(step).astype(real) + 1
-        sigma = jnp.sqrt(jnp.asarray(h["noise_eta"], real) * steps ** -jnp.asarray(h["noise_gamma"], real))
+        sigma = jnp.sqrt(
+            jnp.asarray(h["noise_eta"], real) * steps ** -jnp.asarray(h["noise_gamma"], real)
+        )
         step_key = jax.random.fold_in(key, step)
 
         def noisy_leaf(g: Any, leaf_number: int) -> Array:
@@ -81,16 +97,18 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
 
 @makes_optimizer()
 def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
-    """Gradient centralization: g −= mean(g) over the axes that feed one output, for leaves of two axes or more.
+    """Gradient centralization: g −= mean(g) over the axes that feed one output.
+
+    It is for leaves of two axes or more.
 
     Args:
-        axes: The axes to average over: a tuple for all leaves that have them, or `(path, leaf) -> tuple`. None means
-            all but the first, for kernels (out, in, …); for (…, in, out), as in Flax, use `lambda path, leaf:
-            tuple(range(leaf.ndim - 1))`.
+        axes: The axes to average over: a tuple for all leaves that have them, or
+            `(path, leaf) -> tuple`. None means all but the first, for kernels (out, in, …);
+            for (…, in, out), as in Flax, use `lambda path, leaf: tuple(range(leaf.ndim - 1))`.
 
     Returns:
-        An element of a chain without slots. If axes is None, leaves with fewer than two axes stay unchanged; averages
-        over the first axis make sparse gradients dense.
+        An element of a chain without slots. If axes is None, leaves with fewer than two axes stay
+        unchanged; averages over the first axis make sparse gradients dense.
 
     Raises:
         ValueError: A leaf has no such axis.
@@ -99,7 +117,8 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
         >>> import jax.numpy as jnp, jstep
         >>> optimizer = jstep.chain(jstep.centralize_gradients(), jstep.gradient_descent(1.0))
         >>> state = jstep.TrainState.create({"w": jnp.zeros((1, 2))}, optimizer)
-        >>> print(jstep.apply_gradients(state, {"w": jnp.array([[1.0, 3.0]])}, optimizer).params["w"])
+        >>> state = jstep.apply_gradients(state, {"w": jnp.array([[1.0, 3.0]])}, optimizer)
+        >>> print(state.params["w"])
         [[ 1. -1.]]
 
     Source: Yong et al., "Gradient Centralization" (2020); `optax.centralize`.
@@ -147,12 +166,18 @@ def normalize_gradients(scale: ScalarOrSchedule = 1.0, *, per_leaf: bool = False
 
     def normalize(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         norm = None if is_per_leaf else clipping.global_norm(updates)
-        return jax.tree.map(lambda g: _normalized(g, norm, h["gradient_norm"]), updates, is_leaf=is_slices)
+        return jax.tree.map(
+            lambda g: _normalized(g, norm, h["gradient_norm"]), updates, is_leaf=is_slices
+        )
 
-    return element(normalize, {"gradient_norm": as_hyperparameter("scale", scale, low=0, above=True)})
+    return element(
+        normalize, {"gradient_norm": as_hyperparameter("scale", scale, low=0, above=True)}
+    )
 
 
-def _normalized(g: Array | IndexedSlices, norm: Array | None, scale: Array) -> Array | IndexedSlices:
+def _normalized(
+    g: Array | IndexedSlices, norm: Array | None, scale: Array
+) -> Array | IndexedSlices:
     if isinstance(g, IndexedSlices):
         rows = combine_rows(g)
         values = _normalized(rows.values, norm, scale)
@@ -181,15 +206,15 @@ def clip_gradients(
         by_norm: The largest L2 norm of each leaf, > 0.
         by_average_norm: The largest L2 norm of each leaf divided by its number of elements, > 0.
         by_global_norm: The largest L2 norm of all leaves together, > 0.
-        adaptive: The largest ratio of a unit's gradient norm to its parameter norm (at least 0.001), > 0; 0.01 is
-            usual. A unit consists of the weights that feed one output.
-        axes: With adaptive, the axes that a unit spans: a tuple for all leaves, or `(path, leaf) -> tuple`. None
-            assumes kernels (…, in, out): all axes if at most one is longer than 1, the first of 2 or 3 axes, all but
-            the last of 4 or more.
+        adaptive: The largest ratio of a unit's gradient norm to its parameter norm (at least
+            0.001), > 0; 0.01 is usual. A unit consists of the weights that feed one output.
+        axes: With adaptive, the axes that a unit spans: a tuple for all leaves, or
+            `(path, leaf) -> tuple`. None assumes kernels (…, in, out): all axes if at most one is
+            longer than 1, the first of 2 or 3 axes, all but the last of 4 or more.
 
     Returns:
-        An element of a chain without slots; its hyperparameters are named `clip_by_…` after the argument
-        (`clip_by_value_min` and `clip_by_value_max`).
+        An element of a chain without slots; its hyperparameters are named `clip_by_…` after the
+        argument (`clip_by_value_min` and `clip_by_value_max`).
 
     Raises:
         ValueError: Not exactly one argument is given, or it is out of range.
@@ -201,17 +226,22 @@ def clip_gradients(
         >>> print(jstep.apply_gradients(state, {"w": 50.0}, optimizer).params["w"])
         2.0
 
-    Source: `tf.clip_by_value` and the like; for adaptive, Brock et al., "High-Performance Large-Scale Image Recognition
-    Without Normalization" (2021), and `optax.adaptive_grad_clip`.
+    Source: `tf.clip_by_value` and the like; for adaptive, Brock et al., "High-Performance
+    Large-Scale Image Recognition Without Normalization" (2021), and `optax.adaptive_grad_clip`.
     """
     ways = {"by_value": by_value, "by_norm": by_norm, "by_average_norm": by_average_norm}
     ways |= {"by_global_norm": by_global_norm, "adaptive": adaptive}
     limits: dict[str, Any] = {name: value for name, value in ways.items() if value is not None}
     if len(limits) != 1:
-        raise ValueError(f"clip_gradients: must have exactly one of {', '.join(ways)}, got {sorted(limits) or 'none'}")
+        raise ValueError(
+            f"clip_gradients: must have exactly one of {', '.join(ways)}, "
+            f"got {sorted(limits) or 'none'}"
+        )
     ((how, limit),) = limits.items()
     if axes is not None and how != "adaptive":
-        raise ValueError(f"axes={format_value(axes)}: only clip_gradients(adaptive=…) takes axes, got {how}")
+        raise ValueError(
+            f"axes={format_value(axes)}: only clip_gradients(adaptive=…) takes axes, got {how}"
+        )
     axes_of = leaf_values.unit_axes(axes, _unit_axes)
     if how == "by_value":
         hyper = _value_bounds(limit)
@@ -224,18 +254,26 @@ def clip_gradients(
             return clipping.clip_values(updates, h.get("clip_by_value_min", -high), high)
         if how != "adaptive":
             norm = clipping.global_norm(updates) if how == "by_global_norm" else None
-            norm_of = clipping.average_norm if how == "by_average_norm" else lambda x, _: clipping.compute_norm([x])
+            norm_of = (
+                clipping.average_norm
+                if how == "by_average_norm"
+                else lambda x, _: clipping.compute_norm([x])
+            )
             return clipping.clip_norms(updates, h[f"clip_{how}"], f"clip_{how}", norm_of, norm)
 
         def clip_units(g: object, p: Array, leaf: tuple[str, Any]) -> Any:
             return map_table(lambda g: _clipped_units(g, p, h["clip_adaptive"], axes_of(*leaf)), g)
 
-        return map_updates(clip_units, params, updates, jax.tree.leaves(params), leaf_values.own_leaves(params))
+        return map_updates(
+            clip_units, params, updates, jax.tree.leaves(params), leaf_values.own_leaves(params)
+        )
 
     return element(clip, hyper)
 
 
-def _value_bounds(limit: tuple[ScalarOrSchedule, ScalarOrSchedule] | Number | Any) -> dict[str, Any]:
+def _value_bounds(
+    limit: tuple[ScalarOrSchedule, ScalarOrSchedule] | Number | Any,
+) -> dict[str, Any]:
     if not isinstance(limit, tuple | list):
         high = as_hyperparameter("by_value", limit, low=0, above=True)
         if isinstance(high, Held):  # one slot, of which the minimum is the negative
@@ -264,10 +302,15 @@ def _clipped_units(g: Array, p: Array, ratio: object, axes: tuple[int, ...]) -> 
     """Adaptive clipping: g · ratio·max(‖p‖, 0.001)/‖g‖ for units where this reduces ‖g‖."""
     dtype = trees.compute_dtype(g.dtype)
     wide = g.astype(dtype)
-    limit = jnp.asarray(ratio).astype(dtype) * jnp.maximum(clipping.compute_norm([p], axes), MIN_PARAMETER_NORM)
+    limit = jnp.asarray(ratio).astype(dtype)
+    limit = limit * jnp.maximum(clipping.compute_norm([p], axes), MIN_PARAMETER_NORM)
     norm = clipping.compute_norm([wide], axes)
     # As in the other clipping modes, a norm that is not finite makes the clipped values NaN.
-    factor = jnp.where(jnp.isfinite(norm), limit / jnp.maximum(norm, MIN_GRADIENT_NORM), jnp.full_like(norm, jnp.nan))
+    factor = jnp.where(
+        jnp.isfinite(norm),
+        limit / jnp.maximum(norm, MIN_GRADIENT_NORM),
+        jnp.full_like(norm, jnp.nan),
+    )
     return jnp.where(norm <= limit, wide, wide * factor)
 
 
@@ -297,7 +340,9 @@ def scale(factor: ScalarOrSchedule) -> Optimizer:
 
     Source: `optax.scale`, and `optax.scale_by_schedule`.
     """
-    optimizer = from_update("scale", lambda g, p, s, h: (h.factor * g, {}), {}, {"factor": factor}, by_rows=True)
+    optimizer = from_update(
+        "scale", lambda g, p, s, h: (h.factor * g, {}), {}, {"factor": factor}, by_rows=True
+    )
     is_negative = isinstance(factor, int | float | np.number) and factor < 0
     return replace_init(optimizer, negates=is_negative)
 
@@ -311,7 +356,9 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule) -> Optimizer:
 
     Example:
         >>> import jstep
-        >>> optimizer = jstep.chain(jstep.clip_gradients(by_value=1.0), jstep.scale_by_learning_rate(0.25))
+        >>> optimizer = jstep.chain(
+        ...     jstep.clip_gradients(by_value=1.0), jstep.scale_by_learning_rate(0.25)
+        ... )
         >>> state = jstep.TrainState.create({"w": 2.0}, optimizer)
         >>> print(jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"])
         1.75
@@ -319,33 +366,43 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule) -> Optimizer:
     Source: `optax.scale_by_learning_rate`.
     """
     hyper = {"learning_rate": learning_rate}
-    return from_direction("scale_by_learning_rate", lambda g, p, s, h: (g, {}), {}, hyper, by_rows=True)
+    return from_direction(
+        "scale_by_learning_rate", lambda g, p, s, h: (g, {}), {}, hyper, by_rows=True
+    )
 
 
 @makes_optimizer(1)
-def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any], float]) -> Optimizer:
-    """Scaling: u ← factor·u, chained after an optimizer whose updates are u; weight decay in u is scaled, too.
+def scale_updates(
+    factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any], float],
+) -> Optimizer:
+    """Scaling: u ← factor·u, chained after an optimizer whose updates are u.
+
+    Weight decay in u is scaled, too.
 
     Args:
-        factors: Path or glob → a number ≥ 0, an array, a schedule or `held`; the first match applies, and updates of
-            leaves without a match are unchanged. Or a function `(path, leaf) -> number`.
+        factors: Path or glob → a number ≥ 0, an array, a schedule or `held`; the first match
+            applies, and updates of leaves without a match are unchanged. Or a function
+            `(path, leaf) -> number`.
 
     Returns:
-        An `Optimizer` without slots, whose hyperparameters are `scale/glob`. Sparse updates stay sparse.
+        An `Optimizer` without slots, whose hyperparameters are `scale/glob`. Sparse updates stay
+        sparse.
 
     Raises:
         ValueError: A factor is out of range, or a glob matches nothing.
 
     Example:
         >>> import jstep
-        >>> optimizer = jstep.chain(jstep.gradient_descent(1.0), jstep.scale_updates({"embed*": 0.5}))
+        >>> halving = jstep.scale_updates({"embed*": 0.5})
+        >>> optimizer = jstep.chain(jstep.gradient_descent(1.0), halving)
         >>> state = jstep.TrainState.create({"embed": 1.0, "head": 1.0}, optimizer)
         >>> grads = {"embed": 1.0, "head": 1.0}
         >>> params = jstep.apply_gradients(state, grads, optimizer).params
         >>> print(params["embed"], params["head"])
         0.5 0.0
 
-    Source: layer-wise rates as in Bao et al., "BEiT" (2021); groups of parameters in other frameworks.
+    Source: layer-wise rates as in Bao et al., "BEiT" (2021); groups of parameters in other
+    frameworks.
     """
     if callable(factors) and not isinstance(factors, Mapping | Held):
         factor_fn = factors
@@ -359,12 +416,19 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
         factor = leaf_values.first_match("factors", factors)
         hyper = _glob_hyperparameters(PREFIX, "factors", factors)
     else:
-        raise TypeError(f"factors={format_value(factors)}: must be a mapping or function, got {describe_type(factors)}")
-    return from_update("scale_updates", scale_update, {}, hyper, flags={"factor": factor}, by_rows=True)
+        raise TypeError(
+            f"factors={format_value(factors)}: must be a mapping or function, "
+            f"got {describe_type(factors)}"
+        )
+    return from_update(
+        "scale_updates", scale_update, {}, hyper, flags={"factor": factor}, by_rows=True
+    )
 
 
 def _glob_hyperparameters(prefix: str, argument: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    checked = {glob: as_hyperparameter(f"{argument}[{glob!r}]", x, low=0) for glob, x in numbers.items()}
+    checked = {
+        glob: as_hyperparameter(f"{argument}[{glob!r}]", x, low=0) for glob, x in numbers.items()
+    }
     return {f"{prefix}/{glob}": x for glob, x in checked.items()}
 
 
@@ -393,18 +457,20 @@ def add_weight_decay(
 ) -> Optimizer:
     """Add weight decay: u + weight_decay·p, where u is the update from the previous element.
 
-    After `scale_by_adam` the decay is decoupled as in AdamW; before a `trace` it is coupled as in SGD.
+    After `scale_by_adam` the decay is decoupled as in AdamW; before a `trace` it is coupled as in
+    SGD.
 
     Args:
-        weight_decay: The decay ≥ 0, or path or glob → decay: the first match applies, and leaves without a match do not
-            decay.
-        weight_decay_mask: The leaves that decay, as a `var_list`; None for all. Or path or glob → a factor ≥ 0, such as
-            `mup(...).decays`; 1 without a match.
-        mask: `weight_decay_mask` under the name that `optax.add_decayed_weights` gives it; only one may be given.
+        weight_decay: The decay ≥ 0, or path or glob → decay: the first match applies, and leaves
+            without a match do not decay.
+        weight_decay_mask: The leaves that decay, as a `var_list`; None for all. Or path or glob → a
+            factor ≥ 0, such as `mup(...).decays`; 1 without a match.
+        mask: `weight_decay_mask` under the name that `optax.add_decayed_weights` gives it; only one
+            may be given.
 
     Returns:
-        An element of a chain without slots. Its hyperparameter is `weight_decay`, or `weight_decay/glob` for each entry
-        of a mapping.
+        An element of a chain without slots. Its hyperparameter is `weight_decay`, or
+        `weight_decay/glob` for each entry of a mapping.
 
     Raises:
         ValueError: A number is negative, or an entry matches nothing.
@@ -418,10 +484,14 @@ def add_weight_decay(
 
     Source: `optax.add_decayed_weights`.
     """
-    hyper, flags = decay_arguments("weight_decay", weight_decay, **_given_mask(weight_decay_mask, mask))
+    hyper, flags = decay_arguments(
+        "weight_decay", weight_decay, **_given_mask(weight_decay_mask, mask)
+    )
     # Rows without a gradient decay, too.
     by_rows = all(map(is_zero, hyper.values()))
-    return from_update("add_weight_decay", add_decay_update, {}, hyper, flags=flags, by_rows=by_rows)
+    return from_update(
+        "add_weight_decay", add_decay_update, {}, hyper, flags=flags, by_rows=by_rows
+    )
 
 
 def add_decay_update(u: Array, p: Array, s: Values, h: Values) -> Result:
@@ -437,18 +507,22 @@ def decay_weights(
     mask: VarList | Mapping[str, float] = None,
     cautious: bool = False,
 ) -> Optimizer:
-    """Weight decay independent of the learning rate: u −= wd·p, chained after an optimizer whose updates are u.
+    """Weight decay independent of the learning rate: u −= wd·p.
+
+    Chain it after an optimizer whose updates are u.
 
     Args:
-        weight_decay: The fraction wd ≥ 0 of each weight that an update removes, or path or glob → fraction: the first
-            match applies, and leaves without a match do not decay.
+        weight_decay: The fraction wd ≥ 0 of each weight that an update removes, or path or glob →
+            fraction: the first match applies, and leaves without a match do not decay.
         weight_decay_mask: As in `add_weight_decay`.
         mask: As in `add_weight_decay`.
-        cautious: Whether to decay an element only if its update also moves it towards zero: u·p < 0.
+        cautious: Whether to decay an element only if its update, too, moves it towards zero:
+            u·p < 0.
 
     Returns:
-        An `Optimizer` without slots. Its hyperparameter is `decoupled_weight_decay`, or `decoupled_weight_decay/glob`
-        for each entry of a mapping. Leaves without a gradient do not decay; sparse updates become dense.
+        An `Optimizer` without slots. Its hyperparameter is `decoupled_weight_decay`, or
+        `decoupled_weight_decay/glob` for each entry of a mapping. Leaves without a gradient do not
+        decay; sparse updates become dense.
 
     Raises:
         ValueError: `weight_decay` is out of range, or an entry of the mask matches nothing.
@@ -460,7 +534,8 @@ def decay_weights(
         >>> print(jstep.apply_gradients(state, {"w": 1.0}, optimizer).params["w"])
         0.25
 
-    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2017); "Cautious Weight Decay" (2025).
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2017); "Cautious Weight
+    Decay" (2025).
     """
     is_cautious = as_bool(cautious, "cautious")
 
@@ -480,7 +555,9 @@ def decay_weights(
 def _given_mask(weight_decay_mask: Any, mask: Any) -> dict[str, Any]:
     """The mask, and the name under which it was given."""
     if weight_decay_mask is not None and mask is not None:
-        raise TypeError("weight_decay_mask, mask: must not both be given, as they are two names of one argument")
+        raise TypeError(
+            "weight_decay_mask, mask: must not both be given, as they are two names of one argument"
+        )
     if mask is not None:
         return {"mask": mask, "argument": "mask"}
     return {"mask": weight_decay_mask}
@@ -540,6 +617,8 @@ def _factors(mask: VarList, argument: str) -> dict[str, float] | None:
     """Return path or glob → factor, or None for another form of mask."""
     if not isinstance(mask, Mapping) or not mask or not all(isinstance(glob, str) for glob in mask):
         return None
-    if not all(isinstance(x, int | float | np.number) and not isinstance(x, bool) for x in mask.values()):
+    if not all(
+        isinstance(x, int | float | np.number) and not isinstance(x, bool) for x in mask.values()
+    ):
         return None
     return {glob: as_number(x, f"{argument}[{glob!r}]", low=0) for glob, x in mask.items()}

@@ -1,7 +1,8 @@
 """Updates of slots in host memory: a loop for each leaf transfers its slots.
 
-Without loops XLA would load all slots at the same time. Small leaves are loaded together before the update, large ones
-slice by slice if their rule is elementwise. Only updates marked with `loads_slots` read slots in host memory.
+Without loops XLA would load all slots at the same time. Small leaves are loaded together before the
+update, large ones slice by slice if their rule is elementwise. Only updates marked with
+`loads_slots` read slots in host memory.
 """
 
 import contextvars
@@ -17,7 +18,13 @@ from jstep.core import trees
 from jstep.core.exceptions import setting
 from jstep.core.jaxprs import Subprogram, body_of, evaluate, evaluate_on_slices, is_elementwise
 from jstep.core.meshes import parts_along
-from jstep.core.placement import is_on_host, layout_of, move_to_devices, move_to_host, traced_shardings
+from jstep.core.placement import (
+    is_on_host,
+    layout_of,
+    move_to_devices,
+    move_to_host,
+    traced_shardings,
+)
 from jstep.core.trees import Array, Params, Slots, Tree
 from jstep.state.train_state import TrainState
 
@@ -44,7 +51,9 @@ class Transfers:
     is_certain: bool = True
 
 
-TRANSFERS: contextvars.ContextVar[Transfers | None] = contextvars.ContextVar("jstep_transfers", default=None)
+TRANSFERS: contextvars.ContextVar[Transfers | None] = contextvars.ContextVar(
+    "jstep_transfers", default=None
+)
 """How slots in host memory are loaded; None if all are loaded together."""
 
 
@@ -52,12 +61,14 @@ def only_if(condition: Array) -> AbstractContextManager[Transfers | None]:
     """A context in which slots in host memory are updated only if a condition holds."""
     transfers = TRANSFERS.get()
     if transfers is not None:
-        transfers = Transfers(transfers.limit, jnp.where(condition, transfers.turns, 0), is_certain=False)
+        transfers = Transfers(
+            transfers.limit, jnp.where(condition, transfers.turns, 0), is_certain=False
+        )
     return setting(TRANSFERS, transfers)
 
 
 def is_worth_loops(state: Tree) -> bool:
-    """Whether a traced state has arrays in host memory, and its compiler supports loops of transfers."""
+    """Whether a traced state is partly in host memory, and its compiler supports transfer loops."""
     # On a CPU, device memory is host memory. The GPU compiler is untested.
     leaves = jax.tree.leaves(state)
     if not (any(map(trees.is_traced, leaves)) and any(map(is_on_host, leaves))):
@@ -76,9 +87,15 @@ def load_small_slots(state: TrainState) -> tuple[Slots, int | None]:
     if not is_worth_loops(state):
         return move_to_devices(slots), None
     treedef = trees.structure(params)
-    leaves = {name: treedef.flatten_up_to(tree) for name, tree in slots.items() if trees.is_like(params, tree)}
+    leaves = {
+        name: treedef.flatten_up_to(tree)
+        for name, tree in slots.items()
+        if trees.is_like(params, tree)
+    }
     # For each parameter, the bytes of its slots.
-    sizes = [sum(map(_host_bytes, slots_of_leaf)) for slots_of_leaf in zip(*leaves.values(), strict=True)]
+    sizes = [
+        sum(map(_host_bytes, slots_of_leaf)) for slots_of_leaf in zip(*leaves.values(), strict=True)
+    ]
     limit = sum(sizes) // PARTS
     # As many of the smallest as fit together.
     small: set[int] = set()
@@ -106,8 +123,10 @@ def loads_slots(update: _Update) -> _Update:
     return update
 
 
-def call_with_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: Slots, params: Tree) -> Any:
-    """Call `update(slots, params) -> (result, new slots)` on the devices, and send new slots back."""
+def call_with_loaded(
+    update: Callable[[Slots, Any], tuple[Any, Slots]], slots: Slots, params: Tree
+) -> Any:
+    """Call `update(slots, params) -> (result, new slots)` on the devices; send new slots back."""
     if not any(map(is_on_host, jax.tree.leaves((slots, params)))):
         return update(slots, params)
     loaded = move_to_devices(slots)
@@ -129,15 +148,20 @@ def call_with_loaded(update: Callable[[Slots, Any], tuple[Any, Slots]], slots: S
     return result, new_slots
 
 
-def update_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *args: Any) -> tuple[Any, Slots]:
-    """Compute `rule(slots, *args) -> (result, new slots)` for one leaf, in a loop if some arrays are in host memory.
+def update_leaf(
+    rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *args: Any
+) -> tuple[Any, Slots]:
+    """Compute `rule(slots, *args) -> (result, new slots)` for one leaf.
 
-    In a skipped update, the slots keep their values, and the result is unspecified.
+    This is a loop if some arrays are in host memory. In a skipped update, the slots keep their
+    values, and the result is unspecified.
     """
     transfers = TRANSFERS.get()
     if transfers is None or not any(map(is_on_host, jax.tree.leaves((slots, args)))):
         return call_with_loaded(lambda slots, args: rule(slots, *args), slots, args)
-    closed, shapes = jax.make_jaxpr(rule, return_shape=True)(*jax.eval_shape(move_to_devices, (slots, *args)))
+    closed, shapes = jax.make_jaxpr(rule, return_shape=True)(
+        *jax.eval_shape(move_to_devices, (slots, *args))
+    )
     body = body_of(closed)
     inputs = jax.tree.leaves((slots, *args))
     # The loop carries the outputs, each in place of the input that it replaces.
@@ -147,18 +171,22 @@ def update_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots,
         start.append(jnp.zeros(output.shape, output.dtype) if i is None else inputs[i])
     fewest = -(-sum(map(_host_bytes, inputs)) // max(transfers.limit, 1))
     count = _number_of_slices(body, path, fewest)
-    rows = start[0].shape[0] // count if count > 1 else 0  # of a slice; 0 if the leaf is updated as a whole
+    # The number of rows of a slice; 0 if the leaf is updated as a whole.
+    rows = start[0].shape[0] // count if count > 1 else 0
 
     def turn(i: Array, carry: list[Any]) -> list[Any]:
-        # The barriers hide from XLA that values are the same in all iterations: otherwise it would load a parameter in
-        # host memory, which the loop only reads, before the loop.
+        # The barriers hide from XLA that values are the same in all iterations: otherwise it would
+        # load a parameter in host memory, which the loop only reads, before the loop.
         if rows and any(is_on_host(x) for k, x in enumerate(inputs) if k not in replaced):
             first, i = jax.lax.optimization_barrier((carry[0], i))
             carry = [first, *carry[1:]]
         current = dict(zip(replaced, carry, strict=True))
         values = [current.get(k, x) for k, x in enumerate(inputs)]
         if rows:
-            parts = [jax.lax.dynamic_slice_in_dim(x, i * rows, rows, 0) if jnp.ndim(x) else x for x in values]
+            parts = [
+                jax.lax.dynamic_slice_in_dim(x, i * rows, rows, 0) if jnp.ndim(x) else x
+                for x in values
+            ]
             new = evaluate_on_slices(body, move_to_devices(parts), (rows, *start[0].shape[1:]))
         else:
             values, _ = jax.lax.optimization_barrier((values, i))
@@ -180,8 +208,13 @@ def update_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots,
     return outputs
 
 
-def update_leaves(params: Params, slots: Mapping[str, list[Any]], calls: Iterable[tuple[Any, ...] | None]) -> list[Any]:
-    """Call `update_leaf` with each `(rule, *args)` and put new slots into the lists; a None has the result None."""
+def update_leaves(
+    params: Params, slots: Mapping[str, list[Any]], calls: Iterable[tuple[Any, ...] | None]
+) -> list[Any]:
+    """Call `update_leaf` with each `(rule, *args)` and put new slots into the lists.
+
+    A None has the result None.
+    """
     results: list[Any] = [None] * len(jax.tree.leaves(params))
     for i, (path, call) in enumerate(zip(trees.leaf_paths(params), calls, strict=True)):
         if call is None:
@@ -195,7 +228,7 @@ def update_leaves(params: Params, slots: Mapping[str, list[Any]], calls: Iterabl
 
 
 def _replaced(shapes: tuple[Any, Slots], slots: Slots, args: Any) -> list[int | None]:
-    """The index, among the arrays of slots and args, of the array that each output replaces, or None."""
+    """The index, among the arrays of slots and args, of what each output replaces, or None."""
     leaves, treedef = trees.flatten((slots, args))
     slot_indices, arg_indices = treedef.unflatten(range(len(leaves)))
     free = dict(zip(jax.tree.leaves(arg_indices), jax.tree.leaves(args), strict=True))
@@ -204,7 +237,9 @@ def _replaced(shapes: tuple[Any, Slots], slots: Slots, args: Any) -> list[int | 
     # A result replaces an argument, such as the gradient, whose memory the loop reuses.
     for result in jax.tree.leaves(results):
         kind = (result.shape, result.dtype)
-        index = next((i for i, x in free.items() if not is_on_host(x) and (x.shape, x.dtype) == kind), None)
+        index = next(
+            (i for i, x in free.items() if not is_on_host(x) and (x.shape, x.dtype) == kind), None
+        )
         replaced.append(index)
         free.pop(index, None)
     # A slot replaces the old one.
@@ -213,7 +248,10 @@ def _replaced(shapes: tuple[Any, Slots], slots: Slots, args: Any) -> list[int | 
 
 
 def _number_of_slices(body: Subprogram, path: str, minimum: int) -> int:
-    """The number of slices along the first axis, if possible at least the minimum; 1 if the program has no slices."""
+    """The number of slices along the first axis, if possible at least the minimum.
+
+    It is 1 if the program has no slices.
+    """
     shapes = {atom.aval.shape for atom in body.jaxpr.outvars}
     layout = layout_of(path)
     if len(shapes) != 1 or shapes == {()} or layout is None:
@@ -223,7 +261,9 @@ def _number_of_slices(body: Subprogram, path: str, minimum: int) -> int:
     if is_split or not is_elementwise(body, shape):
         return 1
     multiple = ROWS.get(len(shape), 1)
-    counts = [n for n in range(1, shape[0] + 1) if shape[0] % n == 0 and shape[0] // n % multiple == 0]
+    counts = [
+        n for n in range(1, shape[0] + 1) if shape[0] % n == 0 and shape[0] // n % multiple == 0
+    ]
     large_counts = [n for n in counts if n >= minimum]
     return min(large_counts) if large_counts else max(counts, default=1)
 

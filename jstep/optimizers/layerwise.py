@@ -33,9 +33,9 @@ def lamb(
     weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: VarList = None,
 ) -> Optimizer:
-    """LAMB: r = m̂/(√v̂ + ε) + weight_decay·p; p −= lr·r·‖p‖/‖r‖, norms by leaf; lr·r where a norm is 0.
+    """LAMB: r = m̂/(√v̂ + ε) + weight_decay·p; p −= lr·r·‖p‖/‖r‖, or lr·r if a norm is 0.
 
-    m̂ and v̂ are defined as in Adam.
+    Norms are those of a leaf; m̂ and v̂ are defined as in Adam.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -46,8 +46,8 @@ def lamb(
         weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slots `m` and `v` (initially 0) and `start_step`. Layers that are stacked in one leaf
-        share one norm.
+        An `Optimizer` with the slots `m` and `v` (initially 0) and `start_step`. Layers that are
+        stacked in one leaf share one norm.
 
     Example:
         >>> import jstep
@@ -56,9 +56,15 @@ def lamb(
         >>> print(jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"])
         1.5
 
-    Source: You et al., "Large Batch Optimization for Deep Learning" (2019); the results match `optax.lamb`.
+    Source: You et al., "Large Batch Optimization for Deep Learning" (2019); the results match
+    `optax.lamb`.
     """
-    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper: dict[str, Any] = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+    }
     hyper |= {"weight_decay": Decay(weight_decay, weight_decay_mask)}
     return rules.from_update("lamb", lamb_update, M_V, hyper, prepare=corrections)
 
@@ -80,9 +86,10 @@ def lars(
     weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: VarList = None,
 ) -> Optimizer:
-    """LARS: g += weight_decay·p; a = momentum·a + lr·g·trust_coefficient·‖p‖/(‖g‖ + ε); p −= a, norms by leaf.
+    """LARS: g += weight_decay·p; a = momentum·a + lr·g·trust_coefficient·‖p‖/(‖g‖ + ε); p −= a.
 
-    With Nesterov p −= (the last term of a) + momentum·a. If a norm is 0, the ratio is 1.
+    With Nesterov p −= (the last term of a) + momentum·a. Norms are those of a leaf. If one is 0,
+    the ratio is 1.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -104,8 +111,8 @@ def lars(
         >>> print(jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"])
         1.5
 
-    Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017); the results match
-    `optax.lars`.
+    Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017); the
+    results match `optax.lars`.
     """
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "momentum": momentum}
     hyper |= {"trust_coefficient": trust_coefficient, "epsilon": epsilon}
@@ -133,9 +140,9 @@ def novograd(
     weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: VarList = None,
 ) -> Optimizer:
-    """NovoGrad: v averages ‖g‖²; m = β1·m + g/(√v + ε) + weight_decay·p; p −= lr·m; one v for each leaf.
+    """NovoGrad: v averages ‖g‖²; m = β1·m + g/(√v + ε) + weight_decay·p; p −= lr·m.
 
-    At the first update of a slot v = ‖g‖².
+    Each leaf has one v. At the first update of a slot v = ‖g‖².
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -155,11 +162,16 @@ def novograd(
         >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.3f}')
         0.750
 
-    Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments" (2019); the results match
-    `optax.novograd`.
+    Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments" (2019);
+    the results match `optax.novograd`.
     """
     slots = {"m": MEAN, "v": Slot(shape=lambda path, leaf: ())}
-    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper: dict[str, Any] = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+    }
     hyper |= {"weight_decay": Decay(weight_decay, weight_decay_mask)}
     return rules.from_update("novograd", novograd_update, slots, hyper, prepare=share_of_old)
 
@@ -177,12 +189,16 @@ def share_of_old(h: Values) -> dict[str, Any]:
 
 @makes_optimizer()
 def scale_by_trust_ratio() -> Optimizer:
-    """Trust ratio: u·‖p‖/‖u‖ for each leaf, or u if a norm is 0; u is the update from the previous element.
+    """Trust ratio: u·‖p‖/‖u‖ for each leaf, or u if a norm is 0.
+
+    u is the update from the previous element.
 
     Example:
         >>> import jstep
         >>> optimizer = jstep.chain(
-        ...     jstep.scale_by_adam(epsilon=1e-6), jstep.scale_by_trust_ratio(), jstep.scale_by_learning_rate(0.25)
+        ...     jstep.scale_by_adam(epsilon=1e-6),
+        ...     jstep.scale_by_trust_ratio(),
+        ...     jstep.scale_by_learning_rate(0.25),
         ... )
         >>> state = jstep.TrainState.create({"w": 2.0}, optimizer)
         >>> print(jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"])
@@ -202,7 +218,9 @@ def scale_by_trust_ratio() -> Optimizer:
     return element(update, {})
 
 
-def scale_by_ratio(p: Array, u: Array, rate: Any = 1.0, coefficient: Any = 1.0, epsilon: Any = 0.0) -> Array:
+def scale_by_ratio(
+    p: Array, u: Array, rate: Any = 1.0, coefficient: Any = 1.0, epsilon: Any = 0.0
+) -> Array:
     """Return rate·ratio·u, where ratio = coefficient·‖p‖/(‖u‖ + epsilon), or 1 if a norm is 0."""
     norm_p = compute_norm([p])
     norm_u = compute_norm([u])

@@ -51,7 +51,9 @@ def _warn_of_masks(masks: Masks, warned: set[str]) -> None:
     if masks and not warned and not any(any(chosen) for _, chosen in masks):
         argument, chosen = masks[0]
         warned.add(argument)
-        logger.warning("%s: it selects none of the %d parameters, so that none decays", argument, len(chosen))
+        logger.warning(
+            "%s: it selects none of the %d parameters, so that none decays", argument, len(chosen)
+        )
 
 
 @contextlib.contextmanager
@@ -69,20 +71,27 @@ def leaf_flag(fn: Callable[[str, Any], Any]) -> Flag:
     """The flag `fn(path, leaf)`, which must be hashable and must not depend on values."""
 
     def flag(params: Params) -> list[Any]:
-        return [fn(path, leaf) if trees.is_trainable(leaf) else None for path, leaf in own_leaves(params)]
+        return [
+            fn(path, leaf) if trees.is_trainable(leaf) else None
+            for path, leaf in own_leaves(params)
+        ]
 
     return flag
 
 
 def first_match(argument: str, entries: Iterable[Any]) -> Flag:
-    """The flag for the first path or glob that matches each leaf, or None; every entry must match some leaf.
+    """The flag for the first path or glob that matches each leaf, or None.
 
-    An entry that is the path of a leaf matches only that leaf, even with glob characters.
+    Every entry must match some leaf. An entry that is the path of a leaf matches only that leaf,
+    even with glob characters.
     """
     globs = list(entries)
     for glob in globs:
         if not isinstance(glob, str):
-            raise TypeError(f"{argument}: {format_value(glob)} must be a path or a glob, got {describe_type(glob)}")
+            raise TypeError(
+                f"{argument}: {format_value(glob)} must be a path or a glob, "
+                f"got {describe_type(glob)}"
+            )
 
     def matches(params: Params) -> list[Any]:
         flags(params, globs, argument)  # raises for an entry that matches no leaf
@@ -108,7 +117,7 @@ def own_leaves(params: Params) -> list[tuple[str, Any]]:
 
 
 def leaf_numbers(params: Params) -> list[int]:
-    """The index of each leaf among all parameters, even inside `partition`, for folding into PRNG keys."""
+    """The index of each leaf among all parameters, even in `partition`, to fold into PRNG keys."""
     return call_on_whole(params, _numbers_of_leaves)
 
 
@@ -123,7 +132,8 @@ def _trainable_leaves(params: Params) -> list[bool]:
 class _Whole:
     """All parameters, of which an optimizer may see some.
 
-    There may be as many optimizers as leaves, and each asks for the same values of all leaves: these are kept.
+    There may be as many optimizers as leaves, and each asks for the same values of all leaves:
+    these are kept.
     """
 
     def __init__(self, params: Params) -> None:
@@ -139,7 +149,7 @@ class _Whole:
         return self._values[fn]
 
     def own_indices(self, params: Params) -> list[int] | None:
-        """Return the indices of the leaves of `params` among all; None if they are not some of these."""
+        """Return the indices of the leaves of `params` among all; None if they are others."""
         try:
             leaves = self._structure.flatten_up_to(params)
         except (ValueError, TypeError):
@@ -165,11 +175,13 @@ def call_on_whole(params: Params, fn: Callable[[Params], list[Any]]) -> list[Any
     return [values[index] for index in indices]
 
 
-_WHOLE: contextvars.ContextVar[_Whole | None] = contextvars.ContextVar("jstep_whole_params", default=None)
+_WHOLE: contextvars.ContextVar[_Whole | None] = contextvars.ContextVar(
+    "jstep_whole_params", default=None
+)
 
 
 def partial_params(params: Params) -> contextlib.AbstractContextManager[_Whole | None]:
-    """Let masks see `params` in this context, even if inner optimizers get None or another dtype."""
+    """Let masks see `params` in this context, even if inner optimizers get None or other dtypes."""
     return setting(_WHOLE, _WHOLE.get() or _Whole(params))
 
 
@@ -186,26 +198,37 @@ def matrix_axes(axes: Axes | None, purpose: str) -> Callable[[str, Any], MatrixA
         shape = np.shape(leaf)
         if len(shape) < 2:
             raise ValueError(
-                f"params: the leaf at {trees.quote_path(path)} has shape {shape}: must have two axes {purpose}; "
+                f"params: the leaf at {trees.quote_path(path)} has shape {shape}: "
+                f"must have two axes {purpose}; "
                 "use another optimizer by jstep.partition, see docs: help/errors#matrices"
             )
         pair = (-2, -1) if axes is None else axes(path, leaf)
         rows, columns = pair_of_axes(pair, path, len(shape))
         if not (rows and columns):
-            raise ValueError(f"axes: must return two parts at {trees.quote_path(path)}, got {format_value(pair)}")
+            raise ValueError(
+                f"axes: must return two parts at {trees.quote_path(path)}, got {format_value(pair)}"
+            )
         return rows, columns
 
     return axes_of
 
 
 def pair_of_axes(pair: object, path: str, ndim: int) -> MatrixAxes:
-    """The input and output axes of a leaf, as nonnegative indices; each is given as an axis, several or None."""
+    """The input and output axes of a leaf, as nonnegative indices.
+
+    Each is given as an axis, several or None.
+    """
     if not (isinstance(pair, tuple | list) and len(pair) == 2):
-        raise TypeError(f"axes: must be (in, out) at {trees.quote_path(path)}, axes or None, got {format_value(pair)}")
+        raise TypeError(
+            f"axes: must be (in, out) at {trees.quote_path(path)}, axes or None, "
+            f"got {format_value(pair)}"
+        )
     ins = _counted(pair[0], ndim, path)
     outs = _counted(pair[1], ndim, path)
     if len({*ins, *outs}) < len(ins) + len(outs):
-        raise ValueError(f"axes: must name each axis at {trees.quote_path(path)} once, got {format_value(pair)}")
+        raise ValueError(
+            f"axes: must name each axis at {trees.quote_path(path)} once, got {format_value(pair)}"
+        )
     return ins, outs
 
 
@@ -216,7 +239,9 @@ def _counted(axes: object, ndim: int, path: str) -> tuple[int, ...]:
     argument = f"axes at {trees.quote_path(path)}"
     numbers = [as_int(axis, argument) for axis in axis_list]
     if any(not -ndim <= axis < ndim for axis in numbers):
-        raise ValueError(f"{argument}: must be axes of a leaf that has {ndim}, got {format_value(axes)}")
+        raise ValueError(
+            f"{argument}: must be axes of a leaf that has {ndim}, got {format_value(axes)}"
+        )
     return tuple(axis % ndim for axis in numbers)
 
 

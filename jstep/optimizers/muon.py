@@ -26,11 +26,22 @@ from jstep.optimizers import rules
 from jstep.optimizers.chains import chain, element
 from jstep.optimizers.hyperparameters import Hyper, as_hyperparameter
 from jstep.optimizers.leaf_values import Axes, MatrixAxes, leaf_flag, matrix_axes, own_leaves
-from jstep.optimizers.rules import SLOW, Decay, Result, Slot, Values, average, from_direction, from_update, positive
+from jstep.optimizers.rules import (
+    SLOW,
+    Decay,
+    Result,
+    Slot,
+    Values,
+    average,
+    from_direction,
+    from_update,
+    positive,
+)
 from jstep.slots.indexed_slices import IndexedSlices
 from jstep.slots.matching import match_gradients
 
-# Distributing matrices of one shape over the devices of a mesh, so that no device repeats another's work.
+# Distributing matrices of one shape over the devices of a mesh, so that no device repeats another's
+# work.
 
 Names = tuple[str, ...]
 
@@ -44,7 +55,9 @@ class MatrixLayout(NamedTuple):
     columns: Names
 
 
-def layout_of_matrix(sharding: NamedSharding | None, shape: tuple[int, ...], axes: MatrixAxes) -> MatrixLayout | None:
+def layout_of_matrix(
+    sharding: NamedSharding | None, shape: tuple[int, ...], axes: MatrixAxes
+) -> MatrixLayout | None:
     """The layout of an array as a stack of matrices; None if it is unknown, or has none."""
     if sharding is None or sharding.mesh.size == 1 or len(sharding.spec) > len(shape):
         return None
@@ -60,10 +73,13 @@ def layout_of_matrix(sharding: NamedSharding | None, shape: tuple[int, ...], axe
     return MatrixLayout(sharding.mesh, *names)
 
 
-def distribute_matrices(members: Sequence[Array], layout: MatrixLayout, fn: Callable[[Array], Array]) -> list[Array]:
+def distribute_matrices(
+    members: Sequence[Array], layout: MatrixLayout, fn: Callable[[Array], Array]
+) -> list[Array]:
     """Apply `fn` to stacked matrices of one shape, each on one device, if possible."""
     shape = members[0].shape[-2:]
-    # Each shard of a split batch is extended by itself: concatenated in global order, the shards would have to move.
+    # Each shard of a split batch is extended by itself: concatenated in global order, the shards
+    # would have to move.
     parts = math.prod(layout.mesh.shape[name] for name in layout.batch)
     flat = [member.reshape((parts, -1, *shape)) for member in members]
     stack = flat[0] if len(flat) == 1 else jnp.concatenate(flat, axis=1)
@@ -94,7 +110,8 @@ def _hops(layout: MatrixLayout, count: int) -> list[tuple[Names, Names, Names]]:
     _, batch, rows, columns = layout
     hops = [(batch, rows, columns)]
     chosen = _free_axes(layout, count)
-    # Axes over which the stack is replicated are split first: this needs no communication, and later hops move less.
+    # Axes over which the stack is replicated are split first: this needs no communication, and
+    # later hops move less.
     if chosen:
         batch = (*batch, *chosen)
         hops.append((batch, rows, columns))
@@ -111,7 +128,10 @@ def _hops(layout: MatrixLayout, count: int) -> list[tuple[Names, Names, Names]]:
 
 
 def _free_axes(layout: MatrixLayout, count: int) -> Names:
-    """Return the unused mesh axes with which a device has the fewest matrices, and of these sets the smallest."""
+    """Return the unused mesh axes with which a device has the fewest matrices.
+
+    Of several such sets, this is the smallest.
+    """
     sizes = layout.mesh.shape
     used = {*layout.batch, *layout.rows, *layout.columns}
     used_devices = math.prod(sizes[name] for name in used)
@@ -150,7 +170,8 @@ class Preset(NamedTuple):
 
 
 def _read_presets() -> dict[str, Preset]:
-    text = importlib.resources.files("jstep.optimizers").joinpath("newton_schulz.toml").read_text("utf-8")
+    file = importlib.resources.files("jstep.optimizers").joinpath("newton_schulz.toml")
+    text = file.read_text("utf-8")
     presets: dict[str, Preset] = {}
     for name, row in tomllib.loads(text).items():
         triples: Any = tuple(map(tuple, row.pop("triples")))
@@ -173,7 +194,8 @@ def triples_and_safety(coefficients: object, steps: int | None) -> tuple[tuple[T
         return triples[:count], preset.safety
     if not preset.repeats:
         raise ValueError(
-            f"ns_steps={count}: must be at most {len(triples)} for {coefficients!r}; 'polar_express' allows any"
+            f"ns_steps={count}: must be at most {len(triples)} for {coefficients!r}; "
+            "'polar_express' allows any"
         )
     # The last triple is repeated.
     return triples + triples[-1:] * (count - len(triples)), preset.safety
@@ -186,7 +208,8 @@ def _custom_triples(value: Any, count: int) -> tuple[Triple, ...]:
         numbers = np.zeros(0)
     if numbers.shape not in ((3,), (count, 3)) or not np.isfinite(numbers).all():
         raise ValueError(
-            f"ns_coefficients={format_value(value)}: must be a triple, {count} triples or one of {list(PRESETS)}"
+            f"ns_coefficients={format_value(value)}: must be a triple, {count} triples "
+            f"or one of {list(PRESETS)}"
         )
     return tuple((a, b, c) for a, b, c in np.broadcast_to(numbers, (count, 3)).tolist())
 
@@ -212,7 +235,10 @@ class Iteration(NamedTuple):
 
 
 def orthogonalize_matrices(
-    matrices: Sequence[Array], iteration: Iteration, epsilon: object, layouts: Sequence[MatrixLayout | None]
+    matrices: Sequence[Array],
+    iteration: Iteration,
+    epsilon: object,
+    layouts: Sequence[MatrixLayout | None],
 ) -> list[Array]:
     """Orthogonalize matrices [..., rows, columns] approximately; a zero matrix stays zero."""
     groups: dict[tuple[Any, ...], list[int]] = {}
@@ -230,13 +256,17 @@ def orthogonalize_matrices(
             return [newton_schulz(member, epsilon, iteration) for member in members]
 
         if layout is not None and sum(math.prod(member.shape[:-2]) for member in members) > 1:
-            orthogonal = distribute_matrices(members, layout, lambda stack: newton_schulz(stack, epsilon, iteration))
+            orthogonal = distribute_matrices(
+                members, layout, lambda stack: newton_schulz(stack, epsilon, iteration)
+            )
         elif len(members) == 1:
             orthogonal = one_by_one(epsilon, *members)
         elif math.prod(shape) <= SMALL:
             orthogonal = batched(epsilon, *members)
         else:
-            orthogonal = jax.lax.platform_dependent(epsilon, *members, cpu=one_by_one, default=batched)
+            orthogonal = jax.lax.platform_dependent(
+                epsilon, *members, cpu=one_by_one, default=batched
+            )
         results |= dict(zip(indices, orthogonal, strict=True))
     return [results[i] for i in range(len(matrices))]
 
@@ -248,7 +278,8 @@ def _newton_schulz(x: Array, epsilon: object, iteration: Iteration) -> Array:
     x = _transposed(x) if is_tall else x
     smallest = jnp.asarray(epsilon).astype(wide)
     norm = _frobenius_norm(x)
-    # The Schatten norm comes from the first product, computed at norm 1: squares of small matrices would underflow.
+    # The Schatten norm comes from the first product, computed at norm 1: squares of small matrices
+    # would underflow.
     divisor = jnp.maximum(norm if iteration.schatten else iteration.safety * norm, smallest)
     x = (x / divisor).astype(iteration.dtype or wide)
     gram = None
@@ -292,7 +323,9 @@ def as_matrix(x: Array, axes: MatrixAxes) -> tuple[Array, Callable[[Array], Arra
 
     def undo(matrix: Array) -> Array:
         array = matrix.reshape(ordered.shape)
-        return array if is_ordered else jnp.transpose(array, tuple(int(i) for i in np.argsort(order)))
+        if is_ordered:
+            return array
+        return jnp.transpose(array, tuple(int(i) for i in np.argsort(order)))
 
     return matrix, undo
 
@@ -309,20 +342,22 @@ def normalize_neurons(
     axes: Axes | None = None,
     over: MeanAxes = "neuron",
 ) -> Optimizer:
-    """NorMuon's block: v averages the mean of u² over the inputs of each neuron; U = u/(√v + ε); u = U·‖u‖/(‖U‖ + ε).
+    """NorMuon's block: U = u/(√v + ε); u = U·‖u‖/(‖U‖ + ε).
 
-    Norms are Frobenius norms. Each matrix keeps its norm, so the bias of v cancels.
+    v averages the mean of u² over the inputs of each neuron. Norms are Frobenius norms. Each matrix
+    keeps its norm, so the bias of v cancels.
 
     Args:
         beta2: The decay of the average v, in [0, 1).
         epsilon: Added to √v and ‖U‖, > 0.
         axes: `(path, leaf) -> (in, out)`, the axes that form the matrix; see `orthogonalize`.
-        over: "neuron" for a mean over the in axes, one v for each output; "short" for a mean over the shorter of in and
-            out (in, if they are equal).
+        over: "neuron" for a mean over the in axes, one v for each output; "short" for a mean over
+            the shorter of in and out (in, if they are equal).
 
     Returns:
-        An element of a chain with the slot `neuron_v` (initially 0), which has the leaf's shape with size 1 on the axes
-        of the mean. Its hyperparameters are `neuron_beta2` and `neuron_epsilon`.
+        An element of a chain with the slot `neuron_v` (initially 0), which has the leaf's shape
+        with size 1 on the axes of the mean. Its hyperparameters are `neuron_beta2` and
+        `neuron_epsilon`.
 
     Raises:
         ValueError: An argument is out of range; at `init`, a leaf has fewer than two axes.
@@ -339,8 +374,8 @@ def normalize_neurons(
         >>> print(state.slots["neuron_v"]["w"].shape)
         (1, 3)
 
-    Source: Li et al., "NorMuon" (2025), and the authors' code, which keeps the norm; the paper sets the root mean
-    square to 0.2.
+    Source: Li et al., "NorMuon" (2025), and the authors' code, which keeps the norm; the paper sets
+    the root mean square to 0.2.
     """
     matrix = matrix_axes(axes, "to normalize its neurons")
     is_short = as_choice(over, "over", ["neuron", "short"]) == "short"
@@ -361,7 +396,9 @@ def normalize_neurons(
     hyper = {"neuron_beta2": as_hyperparameter("beta2", beta2, **rules.BETA)}
     hyper |= {"neuron_epsilon": positive("epsilon", epsilon)}
     flags = {"axes": leaf_flag(mean_and_matrix)}
-    return from_update("normalize_neurons", neurons_update, {"neuron_v": Slot(shape=shape)}, hyper, flags=flags)
+    return from_update(
+        "normalize_neurons", neurons_update, {"neuron_v": Slot(shape=shape)}, hyper, flags=flags
+    )
 
 
 def neurons_update(u: Array, p: Array, s: Values, h: Values) -> Result:
@@ -378,27 +415,30 @@ SMALLEST = 1e-10
 
 
 @makes_optimizer()
-def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: Axes | None = None) -> Optimizer:
-    """Hyperball: q = p − lr·R·u/‖u‖; p = R·q/‖q‖, for each matrix p with R = ‖p‖ and update u of the previous element.
+def on_hyperball(
+    learning_rate: ScalarOrSchedule, radius: Radius = None, axes: Axes | None = None
+) -> Optimizer:
+    """Hyperball: q = p − lr·R·u/‖u‖; p = R·q/‖q‖, for each matrix p with R = ‖p‖.
 
-    Norms are Frobenius norms. The matrix rotates by about lr radians and keeps its norm. Use it for linear layers;
-    train embeddings, biases, gains, routers and gates with Adam. Do not change the updates after it (`cautious`,
-    `decay_weights`, `scale_updates`). In bfloat16, wrap the whole optimizer in `master_weights`.
+    u is the update of the previous element. Norms are Frobenius norms. The matrix rotates by about
+    lr radians and keeps its norm. Use it for linear layers; train embeddings, biases, gains,
+    routers and gates with Adam. Do not change the updates after it (`cautious`, `decay_weights`,
+    `scale_updates`). In bfloat16, wrap the whole optimizer in `master_weights`.
 
     Args:
-        learning_rate: The relative step size lr ≥ 0; 0.02 is common, or √(lr·weight_decay) of the AdamW run that it
-            replaces.
-        radius: The norm R: a number > 0, or `(path, leaf) -> number`, to which the first update scales each matrix;
-            None for its current norm.
-        axes: `(path, leaf) -> (in, out)`, the axes that form the matrix; see `orthogonalize`. Each matrix of a stack
-            has its own norm.
+        learning_rate: The relative step size lr ≥ 0; 0.02 is common, or √(lr·weight_decay) of the
+            AdamW run that it replaces.
+        radius: The norm R: a number > 0, or `(path, leaf) -> number`, to which the first update
+            scales each matrix; None for its current norm.
+        axes: `(path, leaf) -> (in, out)`, the axes that form the matrix; see `orthogonalize`. Each
+            matrix of a stack has its own norm.
 
     Returns:
         An element of a chain without slots, used in place of `scale_by_learning_rate`.
 
     Raises:
-        ValueError: An argument is out of range; at `init`, a leaf has fewer than two axes, or a matrix is zero and
-            would stay zero.
+        ValueError: An argument is out of range; at `init`, a leaf has fewer than two axes, or a
+            matrix is zero and would stay zero.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -408,8 +448,8 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
         >>> print(*(f"{x:.4f}" for x in (*w[:, 0], jnp.linalg.norm(w))))
         2.9205 4.0584 5.0000
 
-    Source: Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them II" (2026), and its AdamH and MuonH in
-    Levanter.
+    Source: Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them II" (2026), and its
+    AdamH and MuonH in Levanter.
     """
     matrix = matrix_axes(axes, "to keep its norm")
     hyper: dict[str, Any] = {"learning_rate": learning_rate}
@@ -418,7 +458,9 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
         radius_fn: Any = radius
 
         def leaf_radius(path: str, leaf: Any) -> float:
-            return as_number(radius_fn(path, leaf), f"radius at {trees.quote_path(path)}", low=0, above=True)
+            return as_number(
+                radius_fn(path, leaf), f"radius at {trees.quote_path(path)}", low=0, above=True
+            )
 
         flags["radius"] = leaf_flag(leaf_radius)
     elif radius is not None:
@@ -464,7 +506,8 @@ def hyperball_update(u: Array, p: Array, s: Values, h: Values) -> Result:
     step_norm = step * (jnp.sqrt(square_u) / norm_u)
     d = jnp.square(step_norm) - 2 * step * (inner / norm_p / norm_u)
     square = 1 + d
-    # If the step cancels p, no direction is left: p stays unchanged. Not `square >= 1e-6`, which hides a NaN.
+    # If the step cancels p, no direction is left: p stays unchanged. Not `square >= 1e-6`, which
+    # hides a NaN.
     exists = ~(square < 1e-6)
     norm = jnp.sqrt(jnp.where(exists, square, jnp.ones_like(square)))
     weight_p = (excess - d) / (norm * (ratio + norm))
@@ -473,7 +516,9 @@ def hyperball_update(u: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def _refuse_zero(path: str, leaf: Any, axes: tuple[int, ...]) -> None:
-    is_elsewhere = isinstance(leaf, jax.Array) and (trees.is_traced(leaf) or not leaf.is_fully_addressable)
+    is_elsewhere = isinstance(leaf, jax.Array) and (
+        trees.is_traced(leaf) or not leaf.is_fully_addressable
+    )
     if not trees.is_array(leaf) or is_elsewhere:
         return
     library: Any = jnp if isinstance(leaf, jax.Array) else np  # NumPy arrays stay in host memory
@@ -483,7 +528,8 @@ def _refuse_zero(path: str, leaf: Any, axes: tuple[int, ...]) -> None:
     if np.any(norms == 0):
         index = np.argwhere(norms == 0)[0].tolist()
         raise ValueError(
-            f"params: the norm of {trees.quote_path(path)}{index or ''} must not be 0 for on_hyperball; initialize it"
+            f"params: the norm of {trees.quote_path(path)}{index or ''} must not be 0 "
+            "for on_hyperball; initialize it"
         )
 
 
@@ -528,10 +574,11 @@ def muon(
     normalization: Normalization = "frobenius",
     distribute: bool = True,
 ) -> Optimizer:
-    """Muon: M = μ·M + (1−μ)·g; G = (1−μ)·g + μ·M by Nesterov, or M; p −= lr·(scale·(about UVᵀ) + weight_decay·p).
+    """Muon: M = μ·M + (1−μ)·g; p −= lr·(scale·(about UVᵀ) + weight_decay·p).
 
-    UVᵀ of G = USVᵀ is approximated by a Newton–Schulz iteration: see `orthogonalize`. Train embeddings, heads, vectors
-    and scalars with another optimizer (see the example).
+    UVᵀ of G = USVᵀ, where G = (1−μ)·g + μ·M by Nesterov, or M, is approximated by a Newton–Schulz
+    iteration: see `orthogonalize`. Train embeddings, heads, vectors and scalars with another
+    optimizer (see the example).
 
     Args:
         learning_rate: The step size lr ≥ 0; with scale "rms" about the same as AdamW's.
@@ -552,8 +599,8 @@ def muon(
         An `Optimizer` with the slot `momentum` (initially 0).
 
     Raises:
-        ValueError: An argument is out of range, the mask matches nothing, or, at `init`, a leaf has fewer than two
-            axes.
+        ValueError: An argument is out of range, the mask matches nothing, or, at `init`, a leaf has
+            fewer than two axes.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -561,12 +608,14 @@ def muon(
         ...     {"muon": jstep.muon(1e-2), "adamw": jstep.adamw(1e-3)},
         ...     lambda path, leaf: "muon" if leaf.ndim == 2 and "embed" not in path else "adamw",
         ... )
-        >>> params = {"embed": jnp.ones((8, 4)), "dense": {"kernel": jnp.ones((4, 4)), "bias": jnp.zeros(4)}}
+        >>> dense = {"kernel": jnp.ones((4, 4)), "bias": jnp.zeros(4)}
+        >>> params = {"embed": jnp.ones((8, 4)), "dense": dense}
         >>> jstep.get_slot_names(jstep.TrainState.create(params, optimizer))
         ['adamw/m', 'adamw/v', 'muon/momentum']
 
-    Source: Jordan et al., "Muon" (2024); Liu et al., "Muon is Scalable for LLM Training" (2025), for scale "rms". The
-    results match `torch.optim.Muon` with adjust_lr_fn="match_rms_adamw" and products in float32.
+    Source: Jordan et al., "Muon" (2024); Liu et al., "Muon is Scalable for LLM Training" (2025),
+    for scale "rms". The results match `torch.optim.Muon` with adjust_lr_fn="match_rms_adamw" and
+    products in float32.
     """
     is_ahead = as_bool(use_nesterov, "use_nesterov")
 
@@ -577,7 +626,8 @@ def muon(
 
     hyper = {"learning_rate": learning_rate, "weight_decay": Decay(weight_decay, weight_decay_mask)}
     return chain(
-        # SLOW: orthogonalization amplifies the smallest singular values, and with them rounding errors of 8-bit codes.
+        # SLOW: orthogonalization amplifies the smallest singular values, and with them rounding
+        # errors of 8-bit codes.
         from_update("muon", averaged, {"momentum": SLOW}, {"momentum": momentum}),
         orthogonalize(
             ns_steps=ns_steps,
@@ -605,42 +655,47 @@ def orthogonalize(
     normalization: Normalization = "frobenius",
     distribute: bool = True,
 ) -> Optimizer:
-    """Orthogonalization: scale · (about UVᵀ, where the update is USVᵀ), by a Newton–Schulz iteration for each matrix.
+    """Orthogonalization: scale · (about UVᵀ), where the update is USVᵀ, for each matrix.
 
-    X = u/max(s·‖u‖, ε), and ns_steps times A = XXᵀ; X = a·X + (b·A + c·A²)·X. The default brings singular values to
-    between 0.7 and 1.2, "polar_express" to within 0.0001 of 1.
+    This is a Newton–Schulz iteration: X = u/max(s·‖u‖, ε), and ns_steps times A = XXᵀ;
+    X = a·X + (b·A + c·A²)·X. The default brings singular values to between 0.7 and 1.2,
+    "polar_express" to within 0.0001 of 1.
 
     Args:
-        ns_steps: The number of iterations, ≥ 1; None for the preset's number, or 5 with custom coefficients.
-        ns_coefficients: (a, b, c), a triple for each iteration, or a preset: "jordan" (the default; 5 equal
-            iterations), "dion" (at most 5) or "polar_express" (8, or any number, with a safety factor s of 1.01, which
-            is 1 otherwise).
-        epsilon: The lower bound of the divisor, > 0: smaller gradients are damped. Optax and Keras divide by
-            ‖u‖ + ε instead.
-        scale: "rms" for 0.2·√max(in, out), so that updates are as large as AdamW's; "original" for √max(1, out/in);
-            None for 1.
-        axes: `(path, leaf) -> (in, out)`, the axes (each a number or several) that form the matrix; by default the last
-            two, as in Flax. Other axes index a stack.
-        ns_dtype: The dtype of the products; `jnp.bfloat16` is faster on accelerators, with errors of about 0.01.
-        normalization: "frobenius" for the Frobenius norm ‖u‖; "schatten" for √‖uuᵀ‖, the Schatten-4 norm, with which
-            fewer iterations suffice.
-        distribute: Whether to distribute matrices of one shape over the devices of their mesh, each whole on one
-            device.
+        ns_steps: The number of iterations, ≥ 1; None for the preset's number, or 5 with custom
+            coefficients.
+        ns_coefficients: (a, b, c), a triple for each iteration, or a preset: "jordan" (the default;
+            5 equal iterations), "dion" (at most 5) or "polar_express" (8, or any number, with a
+            safety factor s of 1.01, which is 1 otherwise).
+        epsilon: The lower bound of the divisor, > 0: smaller gradients are damped. Optax and Keras
+            divide by ‖u‖ + ε instead.
+        scale: "rms" for 0.2·√max(in, out), so that updates are as large as AdamW's; "original" for
+            √max(1, out/in); None for 1.
+        axes: `(path, leaf) -> (in, out)`, the axes (each a number or several) that form the matrix;
+            by default the last two, as in Flax. Other axes index a stack.
+        ns_dtype: The dtype of the products; `jnp.bfloat16` is faster on accelerators, with errors
+            of about 0.01.
+        normalization: "frobenius" for the Frobenius norm ‖u‖; "schatten" for √‖uuᵀ‖, the Schatten-4
+            norm, with which fewer iterations suffice.
+        distribute: Whether to distribute matrices of one shape over the devices of their mesh, each
+            whole on one device.
 
     Raises:
         ValueError: An argument is out of range; at `init`, a leaf has fewer than two axes.
 
     Example:
         >>> import jax.numpy as jnp, jstep
-        >>> optimizer = jstep.chain(jstep.orthogonalize(scale=None), jstep.scale_by_learning_rate(1.0))
+        >>> optimizer = jstep.chain(
+        ...     jstep.orthogonalize(scale=None), jstep.scale_by_learning_rate(1.0)
+        ... )
         >>> state = jstep.TrainState.create({"w": jnp.zeros((2, 2))}, optimizer)
         >>> grads = {"w": jnp.array([[0.0, 5.0], [5.0, 0.0]])}
         >>> print(jnp.round(jstep.apply_gradients(state, grads, optimizer).params["w"], 1) + 0.0)
         [[ 0.  -1.1]
          [-1.1  0. ]]
 
-    Source: Jordan et al., "Muon" (2024); Bernstein and Newhouse, "Old Optimizer, New Norm" (2024); Amsel et al., "The
-    Polar Express" (2025).
+    Source: Jordan et al., "Muon" (2024); Bernstein and Newhouse, "Old Optimizer, New Norm" (2024);
+    Amsel et al., "The Polar Express" (2025).
     """
     dtype = jax.dtypes.canonicalize_dtype(floating_dtype(ns_dtype, "ns_dtype"))
     # Leaves are computed in at least float32 anyway; wider ones keep their dtype.

@@ -49,9 +49,16 @@ class StepInputs(NamedTuple):
     starts: Sequence[Array | None] = ()
 
 
-def unpack_inputs(update: Callable[[Updates, Slots, StepInputs], Any], *, loads: bool = True) -> Callable[..., Any]:
+def unpack_inputs(
+    update: Callable[[Updates, Slots, StepInputs], Any], *, loads: bool = True
+) -> Callable[..., Any]:
     def optimizer_update(
-        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
+        updates: Updates,
+        slots: Slots,
+        params: Params,
+        step: Step,
+        context: Context = EMPTY_CONTEXT,
+        /,
     ) -> tuple[Updates, Slots]:
         new: tuple[Updates, Slots] = update(updates, slots, StepInputs(params, step, context))
         return new
@@ -59,7 +66,9 @@ def unpack_inputs(update: Callable[[Updates, Slots, StepInputs], Any], *, loads:
     return loads_slots(optimizer_update) if loads else optimizer_update
 
 
-WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, StepInputs], tuple[Updates, Slots, Slots]]
+WrappedUpdate: TypeAlias = Callable[
+    [Updates, Slots, Slots, StepInputs], tuple[Updates, Slots, Slots]
+]
 """`update(updates, inner, outer, inputs) -> (updates, inner, outer)`; inner and outer are slots."""
 
 
@@ -71,8 +80,8 @@ class WrapperSlots:
         slots: Slot name → `make(params, global_step)`.
         averages: The slots that are averages of the parameters.
         hyper: Name → value from `as_hyperparameter`; held ones are slots, too.
-        aged: Whether the update needs `inputs.starts`: the inner `start_step`, or else a separate slot; around a
-            `partition`, one for each label.
+        aged: Whether the update needs `inputs.starts`: the inner `start_step`, or else a separate
+            slot; around a `partition`, one for each label.
         counted: `counted(step)`: whether the age counts an update. Such an age is separate.
         age_scope: The prefix of separate age slots; by default the name of the wrapper.
         per_step: Whether the slots change once a step.
@@ -99,7 +108,11 @@ class WrapperSlots:
         return fresh | hyperparameters.held_slots(self.hyper) | drawn
 
     def all_roles(self) -> Roles:
-        roles = Roles({**dict.fromkeys(self.slots), **self.roles}, holds=self.holds, averages=frozenset(self.averages))
+        roles = Roles(
+            {**dict.fromkeys(self.slots), **self.roles},
+            holds=self.holds,
+            averages=frozenset(self.averages),
+        )
         roles = roles.merge(held_roles(self.hyper))
         if self.draws:
             roles = roles.merge(draws.ROLES)
@@ -126,11 +139,14 @@ def wrap_optimizer(
     init_on: Callable[[Params], Params] = lambda params: params,
     takes_context: bool = False,
 ) -> Optimizer:
-    """Wrap an optimizer; `inner_roles` maps the roles, `init_on` the params that the inner optimizer sees."""
+    """Wrap an optimizer; `inner_roles` maps its roles, `init_on` the params that it sees."""
     outer_roles = outer.all_roles()
     reported = hyperparameters.report(outer.hyper)
-    # The slots and hyperparameters of the wrapper, as an optimizer, so that its names are compared with those inside.
-    added = Optimizer(Init(outer.init, lambda params: outer_roles), lambda *args: (args[0], {}), reported)
+    # The slots and hyperparameters of the wrapper, as an optimizer, so that its names are compared
+    # with those inside.
+    added = Optimizer(
+        Init(outer.init, lambda params: outer_roles), lambda *args: (args[0], {}), reported
+    )
     named = {f"the optimizer in {wrapper_name}": optimizer, wrapper_name: added}
     check_names(named)
     age_role = Role.AGE if outer.counted is None else Role.PRIVATE_AGE
@@ -143,7 +159,8 @@ def wrap_optimizer(
         labels = init_labels(optimizer, params)
 
         def free_name(slot: str) -> str:
-            while inner.get(slot, age_role) is not age_role:  # the age of an optimizer that skips steps
+            # An inner slot of another role is the age of an optimizer that skips steps.
+            while inner.get(slot, age_role) is not age_role:
                 slot = f"{wrapper_name}/{slot}"
             return slot
 
@@ -158,8 +175,12 @@ def wrap_optimizer(
     def init(params: Params, global_step: Step) -> Slots:
         with partial_params(params):
             inner = optimizer.init(init_on(params), global_step)
-        shared = shared_names([roles_of(optimizer, params), outer_roles]) if outer.draws else frozenset()
-        slots = merge(zip(named, (inner, outer.init(params, global_step)), strict=True), "slot", shared)
+        shared = (
+            shared_names([roles_of(optimizer, params), outer_roles]) if outer.draws else frozenset()
+        )
+        slots = merge(
+            zip(named, (inner, outer.init(params, global_step)), strict=True), "slot", shared
+        )
         ages = [age for age, is_own in age_slots(params).slots.items() if is_own]
         return slots | {age: new_start_step(global_step) for age in ages}
 
@@ -178,15 +199,23 @@ def wrap_optimizer(
         starts = as_slots(ages.slots, slots)
         gradients = trees.flatten_like(inputs.params, updates, "gradients", is_leaf=is_slices)
         starts_of_leaves = [None if slot is None else starts[slot] for slot in ages.slots_of_leaves]
-        inputs = inputs._replace(h=values_at(outer.hyper, inputs.step, slots), starts=starts_of_leaves)
-        updates, inner, new = update(updates, slots_of(optimizer, slots, inputs.params), old, inputs)
-        # The draws of the wrapper come last: the inner optimizer, which may have the same slots, is not always called.
+        inputs = inputs._replace(
+            h=values_at(outer.hyper, inputs.step, slots), starts=starts_of_leaves
+        )
+        updates, inner, new = update(
+            updates, slots_of(optimizer, slots, inputs.params), old, inputs
+        )
+        # The draws of the wrapper come last: the inner optimizer, which may have the same slots, is
+        # not always called.
         drawn = next_draws(slots, inputs.step) if outer.draws else {}
-        return updates, old | ages.next_starts(starts, gradients, outer, inputs.step) | new | inner | drawn
+        next_starts = ages.next_starts(starts, gradients, outer, inputs.step)
+        return updates, old | next_starts | new | inner | drawn
 
     outer_init = wrap_init(optimizer, init, all_roles, guarded)
     hyper = merge_hyperparameters(named)
-    return Optimizer(outer_init, unpack_inputs(wrapped_update), hyper, optimizer.takes_context or takes_context)
+    return Optimizer(
+        outer_init, unpack_inputs(wrapped_update), hyper, optimizer.takes_context or takes_context
+    )
 
 
 INCREMENTS: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_increments", default=True)
@@ -210,13 +239,20 @@ class Ages(NamedTuple):
             (age,) = self.slots
             return {CountedSlot(age, slot) for slot in slots}
         counted = set[CountedSlot]()
-        for own_age, (keys, _) in zip(self.slots_of_leaves, jax.tree_util.tree_leaves_with_path(params), strict=True):
+        for own_age, (keys, _) in zip(
+            self.slots_of_leaves, jax.tree_util.tree_leaves_with_path(params), strict=True
+        ):
             if own_age is not None:
                 counted |= {CountedSlot(own_age, slot, keys) for slot in slots}
         return counted
 
-    def next_starts(self, starts: Slots, gradients: Sequence[Any], outer: WrapperSlots, step: Step) -> Slots:
-        """Return the wrapper's own slots after an update: an age that does not count it starts one step later."""
+    def next_starts(
+        self, starts: Slots, gradients: Sequence[Any], outer: WrapperSlots, step: Step
+    ) -> Slots:
+        """Return the wrapper's own slots after an update.
+
+        An age that does not count the update starts one step later.
+        """
         updated: set[str | None] = set()
         for slot, g in zip(self.slots_of_leaves, gradients, strict=True):
             is_updated = INCREMENTS.get() if outer.per_step else g is not None
@@ -230,19 +266,22 @@ class Ages(NamedTuple):
                 return start
             return start + (~outer.counted(step)).astype(start.dtype)
 
-        return {slot: next_start(slot, starts[slot]) for slot, is_own in self.slots.items() if is_own}
+        return {
+            slot: next_start(slot, starts[slot]) for slot, is_own in self.slots.items() if is_own
+        }
 
 
 def call_update(
     optimizer: Optimizer, updates: Updates, slots: Slots, inputs: StepInputs, *, exact: bool = False
 ) -> tuple[Updates, Slots]:
-    """Call an update. With `exact` the result may contain `Replacement` leaves, for `apply_updates`."""
+    """Call an update; if `exact`, the result may have `Replacement` leaves, for `apply_updates`."""
     if IS_IDLE.get() and not roles_of(optimizer, inputs.params).per_step:
         return updates, slots
     context = (inputs.context,) if optimizer.takes_context else ()
 
     def update(slots: Slots, params: Params) -> tuple[Updates, Slots]:
-        # Conditions inside a custom update may belong to a separate program, so they are not reported.
+        # Conditions inside a custom update may belong to a separate program, so they are not
+        # reported.
         with setting(CONDITIONS, CONDITIONS.get() if isinstance(optimizer.init, Init) else ()):
             return optimizer.update(updates, slots, params, inputs.step, *context)
 
@@ -254,7 +293,9 @@ def call_update(
 
 
 def inner_context(
-    context: Context, outwards: Callable[[Params], Params], inwards: Callable[[Updates], Updates] = lambda tree: tree
+    context: Context,
+    outwards: Callable[[Params], Params],
+    inwards: Callable[[Updates], Updates] = lambda tree: tree,
 ) -> Context:
     """The context for other parameters: `outwards` maps parameters, `inwards` gradients."""
     outer = context.value_and_grad
@@ -277,14 +318,19 @@ def update_masters(
     rounded: Callable[..., Any],
 ) -> tuple[Updates, Slots]:
     """Call an optimizer's update on the masters; labels, masks and the loss see the parameters."""
-    context = inner_context(inputs.context, lambda masters: jax.tree.map(rounded, inputs.params, masters), wide_updates)
+    context = inner_context(
+        inputs.context, lambda masters: jax.tree.map(rounded, inputs.params, masters), wide_updates
+    )
     with partial_params(inputs.params):
         inner_inputs = StepInputs(masters, inputs.step, context)
         return call_update(optimizer, wide_updates(updates), slots, inner_inputs, exact=True)
 
 
 def slots_of(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = "") -> Slots:
-    """Return the slots of an optimizer by its own names: all with the prefix if it does not know its slots."""
+    """Return the slots of an optimizer by its own names.
+
+    If it does not know its slots, these are all slots with the prefix.
+    """
     roles = roles_of(optimizer, params)
     names: Iterable[str] = roles
     if not roles.complete:
@@ -301,7 +347,8 @@ def makes_finished_updates(optimizer: Optimizer) -> bool:
     """Whether the updates include −learning_rate, so that another one would flip their sign."""
     if isinstance(optimizer.init, Init):
         return optimizer.init.finished
-    return any(map(hyperparameters.is_learning_rate, hyperparameters.report_names(optimizer.hyperparameters)))
+    names = hyperparameters.report_names(optimizer.hyperparameters)
+    return any(map(hyperparameters.is_learning_rate, names))
 
 
 def negates_updates(optimizer: Optimizer) -> bool:
@@ -329,16 +376,21 @@ NamedOptimizers = Mapping[str, Optimizer]
 def merge(
     named: Iterable[tuple[str, Mapping[str, Any]]], what: str, shared: Collection[str] = frozenset()
 ) -> dict[str, Any]:
-    """Merge dicts whose names must differ, but for names in `shared`, whose values are the same in all."""
+    """Merge dicts whose names must differ except in `shared`, whose values are the same in all."""
 
     def refusal(name: str, first: str, second: str) -> str:
-        return f"{first} and {second} both have a {what} named {name!r}; rename one with jstep.scope(optimizer, 'name')"
+        return (
+            f"{first} and {second} both have a {what} named {name!r}; "
+            "rename one with jstep.scope(optimizer, 'name')"
+        )
 
     common: dict[str, Any] = {}
     separate: list[tuple[str, Mapping[str, Any]]] = []
     for owner, values in named:
         common |= {name: value for name, value in values.items() if name in shared}
-        separate.append((owner, {name: value for name, value in values.items() if name not in shared}))
+        separate.append(
+            (owner, {name: value for name, value in values.items() if name not in shared})
+        )
     return trees.merge_dicts(separate, refusal) | common
 
 
@@ -363,21 +415,25 @@ def merge_hyperparameters(named: NamedOptimizers) -> Callable[[Step], dict[str, 
 
 
 def check_names(named: NamedOptimizers, *, are_in_sequence: bool = True) -> None:
-    # Without parameters no device is used, because `jax.distributed.initialize` may be called later.
+    # Without parameters no device is used, because `jax.distributed.initialize` may be called
+    # later.
     merge_roles(named, {}, are_in_sequence=are_in_sequence)
     # The names of a schedule that needs a concrete step are checked at first use.
-    names = [(name, hyperparameters.report_names(optimizer.hyperparameters)) for name, optimizer in named.items()]
+    names = [
+        (name, hyperparameters.report_names(optimizer.hyperparameters))
+        for name, optimizer in named.items()
+    ]
     merge(names, "hyperparameter")
 
 
 def check_formats(wrapper_name: str, optimizer: Optimizer, **why: str) -> None:
-    """Raise if an optimizer contains a format of `why`, which maps it to the reason and the remedy."""
+    """Raise if an optimizer contains a format of `why`, which maps it to the reason and remedy."""
     for name in sorted(roles_of(optimizer, {}).formats & why.keys()):
         raise ValueError(f"optimizer: must not contain {name} inside {wrapper_name}, {why[name]}")
 
 
 class Condition(NamedTuple):
-    """The condition under which a guard, or `update_every`, updates `params`; None stands for others."""
+    """The condition for a guard or `update_every` to update `params`; None stands for others."""
 
     params: Params
     holds: Array
@@ -385,7 +441,9 @@ class Condition(NamedTuple):
 
 Conditions = list[Condition]
 
-CONDITIONS: contextvars.ContextVar[tuple[Conditions, ...]] = contextvars.ContextVar("jstep_conditions", default=())
+CONDITIONS: contextvars.ContextVar[tuple[Conditions, ...]] = contextvars.ContextVar(
+    "jstep_conditions", default=()
+)
 """The lists in which the conditions of updates are collected."""
 
 

@@ -1,4 +1,4 @@
-"""Optimizers without a schedule or a learning rate to tune: schedule-free optimizers and Prodigy."""
+"""Optimizers without a schedule or learning rate to tune: schedule-free optimizers and Prodigy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,17 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, P, ScalarOrSchedule
 from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import as_hyperparameter, constant
-from jstep.optimizers.rules import COPY, MEAN_IN_ORDER, SLOW, SQUARE, Decay, Result, Scalar, Slot, Values
+from jstep.optimizers.rules import (
+    COPY,
+    MEAN_IN_ORDER,
+    SLOW,
+    SQUARE,
+    Decay,
+    Result,
+    Scalar,
+    Slot,
+    Values,
+)
 from jstep.state.slots import find_slot, master_params, slot_values
 from jstep.state.train_state import TrainState
 
@@ -41,14 +51,15 @@ def prodigy(
     weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: VarList = None,
 ) -> Optimizer:
-    """Prodigy: p −= d·lr·(m/(√v + d'·ε) + weight_decay·p), d' the new estimate of the distance to the solution.
+    """Prodigy: p −= d·lr·(m/(√v + d'·ε) + weight_decay·p).
 
-    m averages d·g, v averages (d·g)², s = β3·s + (d/d0)·d·lr·g, n = β3·n + (d/d0)·d·lr·⟨g, p0 − p⟩, both over all
-    leaves; then d' = max(d, d_coef·n/‖s‖₁), and at most d·growth_rate.
+    d' is the new estimate of the distance to the solution.
+    m averages d·g, v averages (d·g)², s = β3·s + (d/d0)·d·lr·g, n = β3·n + (d/d0)·d·lr·⟨g, p0 − p⟩,
+    both over all leaves; then d' = max(d, d_coef·n/‖s‖₁), and at most d·growth_rate.
 
     Args:
-        learning_rate: A factor lr ≥ 0 on the estimated rate: 1, or a schedule that decreases from 1. A step with 0
-            changes nothing.
+        learning_rate: A factor lr ≥ 0 on the estimated rate: 1, or a schedule that decreases
+            from 1. A step with 0 changes nothing.
         beta1: The decay of m, in [0, 1).
         beta2: The decay of v, in [0, 1).
         beta3: The decay of the sums, in [0, 1); None for √β2.
@@ -56,14 +67,16 @@ def prodigy(
         d0: The initial estimate, > 0.
         d_coef: A factor on the estimate, > 0.
         growth_rate: The largest factor by which the estimate grows in one step, ≥ 1.
-        bias_correction: Whether to multiply the rate by √(1−β2^t)/(1−β1^t); t is the age of the slots.
+        bias_correction: Whether to multiply the rate by √(1−β2^t)/(1−β1^t); t is the age of the
+            slots.
         safeguard_warmup: Whether to omit lr from s, for a learning rate with warmup.
         weight_decay: Decoupled weight decay, multiplied by d·lr; ≥ 0.
         weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slots `m`, `v`, `s` (initially 0) and `p0` (a copy of the parameters), and the scalars
-        `d`, `d_max`, `d_numerator` and `start_step`. In a `partition`, each label has a separate estimate.
+        An `Optimizer` with the slots `m`, `v`, `s` (initially 0) and `p0` (a copy of the
+        parameters), and the scalars `d`, `d_max`, `d_numerator` and `start_step`. In a `partition`,
+        each label has a separate estimate.
 
     Example:
         >>> import jstep
@@ -77,7 +90,13 @@ def prodigy(
     Source: Mishchenko and Defazio, "Prodigy" (2023); the results match the authors' `prodigyopt`.
     """
     first = as_hyperparameter("d0", d0, **rules.POSITIVE)
-    hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "d0": first}
+    hyper = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+        "d0": first,
+    }
     hyper |= {"d_coef": d_coef, "weight_decay": Decay(weight_decay, weight_decay_mask)}
     if beta3 is not None:
         hyper["beta3"] = beta3
@@ -89,7 +108,13 @@ def prodigy(
     scalars = {"d": Scalar(first), "d_max": Scalar(first), "d_numerator": Scalar()}
     prepare = functools.partial(decay_sizes, corrected=corrected, guarded=guarded)
     return rules.from_update(
-        "prodigy", prodigy_update, slots | scalars, hyper, prepare=prepare, measure=progress, conclude=estimate
+        "prodigy",
+        prodigy_update,
+        slots | scalars,
+        hyper,
+        prepare=prepare,
+        measure=progress,
+        conclude=estimate,
     )
 
 
@@ -100,7 +125,11 @@ def decay_sizes(h: Values, corrected: bool, guarded: bool) -> dict[str, Any]:
     beta3 = h.beta3 if "beta3" in h else root(h.beta2)
     size = d * lr
     if corrected:
-        size = size * jnp.sqrt(rules.bias_correction(h.beta2, h.age)) / rules.bias_correction(h.beta1, h.age)
+        size = (
+            size
+            * jnp.sqrt(rules.bias_correction(h.beta2, h.age))
+            / rules.bias_correction(h.beta1, h.age)
+        )
     moves = jnp.asarray(lr > 0)
 
     def old(share: Any) -> Array:
@@ -155,7 +184,11 @@ def prodigy_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     v = h.v_old * s.v + h.v_new * (g * g)
     denominator = jnp.sqrt(v) + h.d * h.epsilon
     # With ε = 0, a parameter whose gradient has always been 0 stays unchanged.
-    u = jnp.where(denominator > 0, m / jnp.where(denominator > 0, denominator, jnp.ones_like(m)), jnp.zeros_like(m))
+    u = jnp.where(
+        denominator > 0,
+        m / jnp.where(denominator > 0, denominator, jnp.ones_like(m)),
+        jnp.zeros_like(m),
+    )
     return -h.size * rules.add_decay(u, p, h), {"m": m, "v": v, "s": new_s(g, s, h), "p0": s.p0}
 
 
@@ -175,11 +208,12 @@ def schedule_free_adamw(
     weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: VarList = None,
 ) -> Optimizer:
-    """Schedule-free AdamW: u = g/(√v̂ + ε) + weight_decay·y; z −= lr·u; x averages z; y = (1−β1)·z + β1·x.
+    """Schedule-free AdamW: u = g/(√v̂ + ε) + weight_decay·y; z −= lr·u; y = (1−β1)·z + β1·x.
 
-    The parameters are y; evaluate and deploy x, which is `schedule_free_params(state)`. x moves towards z by c = w/Σw,
-    w = t^r · (the highest rate so far)^weight_lr_power, where t is the age of the slots. The learning rate needs no
-    decay; warm it up with `linear_warmup(lr, steps)`.
+    The parameters are y; evaluate and deploy x, which is `schedule_free_params(state)`. x averages
+    z: it moves towards z by c = w/Σw, w = t^r · (the highest rate so far)^weight_lr_power, where t
+    is the age of the slots. The learning rate needs no decay; warm it up with
+    `linear_warmup(lr, steps)`.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -192,9 +226,9 @@ def schedule_free_adamw(
         weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
 
     Returns:
-        An `Optimizer` with the slots `z` (initially a copy of the parameters) and `v` (0), and the scalars
-        `weight_sum`, `lr_max`, `beta1` and `start_step`. BatchNorm statistics belong to y. In bfloat16, wrap the
-        optimizer in `master_weights`.
+        An `Optimizer` with the slots `z` (initially a copy of the parameters) and `v` (0), and the
+        scalars `weight_sum`, `lr_max`, `beta1` and `start_step`. BatchNorm statistics belong to y.
+        In bfloat16, wrap the optimizer in `master_weights`.
 
     Example:
         >>> import jstep
@@ -205,14 +239,25 @@ def schedule_free_adamw(
         >>> print(f'{state.params["w"]:.3f} {jstep.schedule_free_params(state)["w"]:.3f}')
         0.340 0.350
 
-    Source: Defazio et al., "The Road Less Scheduled" (2024); the results match Facebook's `schedulefree`
-    (`AdamWScheduleFree`).
+    Source: Defazio et al., "The Road Less Scheduled" (2024); the results match Facebook's
+    `schedulefree` (`AdamWScheduleFree`).
     """
     beta1 = _beta1(beta1)
-    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    hyper |= {"weight_lr_power": weight_lr_power, "r": r, "weight_decay": Decay(weight_decay, weight_decay_mask)}
+    hyper: dict[str, Any] = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+    }
+    hyper |= {
+        "weight_lr_power": weight_lr_power,
+        "r": r,
+        "weight_decay": Decay(weight_decay, weight_decay_mask),
+    }
     slots = {"z": Slot("copy", holds="weight", in_order=True), "v": SQUARE} | _scalars(beta1)
-    return rules.from_update("schedule_free_adamw", adamw_update, slots, hyper, prepare=adamw_weights)
+    return rules.from_update(
+        "schedule_free_adamw", adamw_update, slots, hyper, prepare=adamw_weights
+    )
 
 
 @makes_optimizer()
@@ -237,8 +282,8 @@ def schedule_free_sgd(
         weight_decay_mask: As in `schedule_free_adamw`.
 
     Returns:
-        An `Optimizer` with the slot `z` (initially a copy of the parameters), and the scalars `weight_sum`, `lr_max`,
-        `beta1` and `start_step`.
+        An `Optimizer` with the slot `z` (initially a copy of the parameters), and the scalars
+        `weight_sum`, `lr_max`, `beta1` and `start_step`.
 
     Example:
         >>> import jstep
@@ -248,10 +293,16 @@ def schedule_free_sgd(
         >>> print(state.params["w"], jstep.schedule_free_params(state)["w"])
         0.75 0.75
 
-    Source: Defazio et al., "The Road Less Scheduled" (2024); Facebook's `schedulefree` (`SGDScheduleFree`).
+    Source: Defazio et al., "The Road Less Scheduled" (2024); Facebook's `schedulefree`
+    (`SGDScheduleFree`).
     """
     beta1 = _beta1(beta1)
-    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "weight_lr_power": weight_lr_power, "r": r}
+    hyper: dict[str, Any] = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "weight_lr_power": weight_lr_power,
+        "r": r,
+    }
     hyper |= {"weight_decay": Decay(weight_decay, weight_decay_mask)}
     slots = {"z": COPY} | _scalars(beta1)
     return rules.from_update("schedule_free_sgd", sgd_update, slots, hyper, prepare=weights)
@@ -272,9 +323,16 @@ def weights(h: Values) -> dict[str, Any]:
     weight = jnp.power(age, h.r) * jnp.power(highest, h.weight_lr_power)
     total = h.weight_sum + weight
     # As long as all rates have been 0, there is nothing to average.
-    c = jnp.where(total > 0, weight / jnp.where(total > 0, total, jnp.ones_like(total)), jnp.zeros_like(total))
+    c = jnp.where(
+        total > 0, weight / jnp.where(total > 0, total, jnp.ones_like(total)), jnp.zeros_like(total)
+    )
     # y' = (1−c)·y + c·z + lr·(β1·(1−c) − 1)·u, expressed in terms of the new z' = z − lr·u.
-    return {"lr_max": highest, "weight_sum": total, "c": c, "weight_u": lr * (1 - c) * (1 - h.beta1)}
+    return {
+        "lr_max": highest,
+        "weight_sum": total,
+        "c": c,
+        "weight_u": lr * (1 - c) * (1 - h.beta1),
+    }
 
 
 def adamw_weights(h: Values) -> dict[str, Any]:
@@ -288,7 +346,8 @@ def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def adamw_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    # The direction is computed twice, for z and for y, instead of being stored: z first, then y from the new z.
+    # The direction is computed twice, for z and for y, instead of being stored: z first, then y
+    # from the new z.
     v, g, p = compute_first(rules.average(s.v, g * g, h.beta2), g, p)
     z = s.z - h.learning_rate * adamw_direction(g, v, p, h)
     z, v, g, p = compute_first(z, v, g, p)
@@ -304,8 +363,10 @@ def schedule_free_params(state: TrainState[P], name: str | None = None) -> P:
     """The parameters x = (y − (1−β1)·z)/β1 of a schedule-free optimizer, for evaluation.
 
     Args:
-        state: A `TrainState` with such an optimizer. In `master_weights` or `compact`, y is the master copy.
-        name: The name of the slot, such as `"embed/z"`, if there are several; None for the only one.
+        state: A `TrainState` with such an optimizer. In `master_weights` or `compact`, y is the
+            master copy.
+        name: The name of the slot, such as `"embed/z"`, if there are several; None for the only
+            one.
 
     Returns:
         A tree like params, with their dtypes; leaves of other optimizers are unchanged.
@@ -321,10 +382,15 @@ def schedule_free_params(state: TrainState[P], name: str | None = None) -> P:
 
     Source: Facebook's `optimizer.eval()`.
     """
-    hint = "Slots of schedule-free optimizers are created by schedule_free_adamw and schedule_free_sgd."
+    hint = (
+        "Slots of schedule-free optimizers are created by schedule_free_adamw and "
+        "schedule_free_sgd."
+    )
 
     def has_scalars(slot: str) -> bool:
-        return all(trees.is_array(state.slots.get(slot.removesuffix("z") + other)) for other in SCALARS)
+        return all(
+            trees.is_array(state.slots.get(slot.removesuffix("z") + other)) for other in SCALARS
+        )
 
     prefix = find_slot(state, "z" if name is None else name, hint, has_scalars).removesuffix("z")
     leaves, treedef = trees.flatten(state.params)
@@ -333,8 +399,11 @@ def schedule_free_params(state: TrainState[P], name: str | None = None) -> P:
         if z is None:
             return leaf
         dtype = trees.compute_dtype(y.dtype)
-        y, z, beta1 = (x.astype(dtype) for x in (y, move_to_devices(z), state.slots[prefix + "beta1"]))
-        # If z equals y, as it does initially, x equals both. No Python numbers are used: transfers may be guarded.
+        y, z, beta1 = (
+            x.astype(dtype) for x in (y, move_to_devices(z), state.slots[prefix + "beta1"])
+        )
+        # If z equals y, as it does initially, x equals both. No Python numbers are used: transfers
+        # may be guarded.
         return (z + (y - z) / beta1).astype(leaf.dtype)
 
     zs = treedef.flatten_up_to(slot_values(state, prefix + "z"))

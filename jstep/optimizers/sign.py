@@ -24,7 +24,8 @@ def lion(
 ) -> Optimizer:
     """Lion: p −= lr·(sign(β1·m + (1−β1)·g) + weight_decay·p); then m = β2·m + (1−β2)·g.
 
-    Use a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by the same factor.
+    Use a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by the same
+    factor.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -43,7 +44,8 @@ def lion(
         >>> print(jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"])
         0.75
 
-    Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023); the results match `optax.lion`.
+    Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023); the results match
+    `optax.lion`.
     """
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
     hyper |= {"weight_decay": Decay(weight_decay, weight_decay_mask)}
@@ -70,7 +72,9 @@ def scale_by_lion(beta1: ScalarOrSchedule = 0.9, beta2: ScalarOrSchedule = 0.99)
 
     Source: Chen et al. (2023); `optax.scale_by_lion`.
     """
-    return rules.from_update("scale_by_lion", lion_direction, {"m": MEAN_IN_ORDER}, {"beta1": beta1, "beta2": beta2})
+    return rules.from_update(
+        "scale_by_lion", lion_direction, {"m": MEAN_IN_ORDER}, {"beta1": beta1, "beta2": beta2}
+    )
 
 
 def lion_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -96,7 +100,8 @@ def signum(learning_rate: ScalarOrSchedule = 1e-3, beta: ScalarOrSchedule = 0.9)
         >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.3f}')
         0.750
 
-    Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems" (2018); `optax.signum`.
+    Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems" (2018);
+    `optax.signum`.
     """
     hyper = {"learning_rate": learning_rate, "beta": as_hyperparameter("beta", beta, **BETA)}
     return rules.from_direction("signum", signum_direction, {"m": MEAN}, hyper)
@@ -115,9 +120,9 @@ def rprop(
     min_step_size: ScalarOrSchedule = 1e-6,
     max_step_size: ScalarOrSchedule = 50.0,
 ) -> Optimizer:
-    """Rprop: η *= eta_plus where g keeps its sign, η *= eta_minus and g = 0 where it turns; p −= η·sign(g).
+    """Rprop: η *= eta_plus where g keeps its sign, eta_minus where it turns; p −= η·sign(g).
 
-    It is meant for full-batch gradients.
+    Where the sign turns, g is set to 0. The optimizer is meant for full-batch gradients.
 
     Args:
         learning_rate: The initial step size η, > 0, a constant.
@@ -127,7 +132,8 @@ def rprop(
         max_step_size: The largest η, ≥ 0.
 
     Returns:
-        An `Optimizer` with the slots `step_size` (η, initially learning_rate) and `previous` (the last g, initially 0).
+        An `Optimizer` with the slots `step_size` (η, initially learning_rate) and `previous` (the
+        last g, initially 0).
 
     Example:
         >>> import jstep
@@ -136,11 +142,16 @@ def rprop(
         >>> print(f'{jstep.apply_gradients(state, {"w": 3.0}, optimizer).params["w"]:.3f}')
         0.750
 
-    Source: Riedmiller and Braun, "A direct adaptive method for faster backpropagation learning" (1993); the results
-    match `torch.optim.Rprop`.
+    Source: Riedmiller and Braun, "A direct adaptive method for faster backpropagation learning"
+    (1993); the results match `torch.optim.Rprop`.
     """
     size = constant("learning_rate", learning_rate, **POSITIVE)
-    hyper = {"learning_rate": size, "eta_minus": eta_minus, "eta_plus": eta_plus, "min_step_size": min_step_size}
+    hyper = {
+        "learning_rate": size,
+        "eta_minus": eta_minus,
+        "eta_plus": eta_plus,
+        "min_step_size": min_step_size,
+    }
     hyper |= {"max_step_size": max_step_size}
     return rules.from_update("rprop", rprop_update, {"step_size": size, "previous": 0.0}, hyper)
 

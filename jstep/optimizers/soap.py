@@ -18,7 +18,16 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import rules
 from jstep.optimizers.host_slots import call_with_loaded, loads_slots
-from jstep.optimizers.rules import MEAN_IN_ORDER, SQUARE, Decay, Result, Slot, Values, from_update, slot_age
+from jstep.optimizers.rules import (
+    MEAN_IN_ORDER,
+    SQUARE,
+    Decay,
+    Result,
+    Slot,
+    Values,
+    from_update,
+    slot_age,
+)
 from jstep.state.train_state import START_STEP
 
 
@@ -35,11 +44,11 @@ def soap(
     precondition_frequency: int = 10,
     max_precondition_dim: int = 10000,
 ) -> Optimizer:
-    """SOAP: g' = Qᵀg; m averages g, v averages g'²; p −= lr·√(1−β2^k)/(1−β1^k) · Q(Qᵀm/(√v + ε)), k = t − 1.
+    """SOAP: m averages g, v averages (Qᵀg)²; p −= lr·√(1−β2^k)/(1−β1^k) · Q(Qᵀm/(√v + ε)).
 
-    For each axis i of a leaf, GG_i averages g·gᵀ over the other axes, and Q_i is its eigenbasis. The first update of a
-    slot only initializes GG and Q. Every precondition_frequency steps one power iteration refines Q: the QR of GG·Q. t
-    is the age of the slots.
+    For each axis i of a leaf, GG_i averages g·gᵀ over the other axes, and Q_i is its eigenbasis.
+    The first update of a slot only initializes GG and Q. Every precondition_frequency steps one
+    power iteration refines Q: the QR of GG·Q. t is the age of the slots, and k = t − 1.
 
     Args:
         learning_rate: The step size lr ≥ 0.
@@ -47,24 +56,26 @@ def soap(
         beta2: The decay of v, in [0, 1).
         shampoo_beta: The decay of GG, in [0, 1).
         epsilon: Added to √v, ≥ 0.
-        weight_decay: Decoupled weight decay, multiplied by lr and applied after each step except the first; ≥ 0.
+        weight_decay: Decoupled weight decay, multiplied by lr and applied after each step except
+            the first; ≥ 0.
         weight_decay_mask: The leaves that decay, as a `var_list`; None for all.
         precondition_frequency: The number of steps between updates of Q, ≥ 1.
-        max_precondition_dim: The size of the largest axis with GG and Q. Longer axes have none, and neither have leaves
-            with fewer than two axes: a leaf without any uses Adam.
+        max_precondition_dim: The size of the largest axis with GG and Q. Longer axes have none, and
+            neither have leaves with fewer than two axes: a leaf without any uses Adam.
 
     Returns:
-        An `Optimizer` with the slots `m`, `v` (initially 0) and, for each axis, `gg_0`, `q_0`, `gg_1` … (square,
-        initially 0), and `start_step`.
+        An `Optimizer` with the slots `m`, `v` (initially 0) and, for each axis, `gg_0`, `q_0`,
+        `gg_1` … (square, initially 0), and `start_step`.
 
     Example:
         >>> import jax.numpy as jnp, jstep
         >>> state = jstep.TrainState.create({"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, jstep.soap())
-        >>> print(jstep.get_slot_names(state), state.slots["gg_0"]["w"].shape, state.slots["gg_0"]["b"])
+        >>> gg = state.slots["gg_0"]
+        >>> print(jstep.get_slot_names(state), gg["w"].shape, gg["b"])
         ['gg_0', 'gg_1', 'm', 'q_0', 'q_1', 'v'] (3, 3) None
 
-    Source: Vyas et al., "SOAP" (2024); the results match the authors' code and pytorch_optimizer, except for the signs
-    of eigenvectors and the bases of null spaces.
+    Source: Vyas et al., "SOAP" (2024); the results match the authors' code and pytorch_optimizer,
+    except for the signs of eigenvectors and the bases of null spaces.
     """
     frequency = as_int(precondition_frequency, "precondition_frequency", at_least=1)
     longest = as_int(max_precondition_dim, "max_precondition_dim", at_least=1)
@@ -85,16 +96,25 @@ def soap(
             specs[f"q_{axis}"] = Slot(shape=partial(square, axis=axis))
         return specs
 
-    hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    hyper: dict[str, Any] = {
+        "learning_rate": learning_rate,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+    }
     hyper |= {"shampoo_beta": shampoo_beta, "weight_decay": Decay(weight_decay, weight_decay_mask)}
     moments = from_update("soap", soap_update, slots, hyper, prepare=sizes_and_shares)
 
     @loads_slots
-    def update(updates: Updates, old_slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
+    def update(
+        updates: Updates, old_slots: Slots, params: Params, step: Step, /
+    ) -> tuple[Updates, Slots]:
         new_updates, new = moments.update(updates, old_slots, params, step)
         k = slot_age(step, old_slots[START_STEP]) - 1
         turn = jnp.where(k == 0, FIRST, jnp.where(k % frequency == 0, NEXT, SAME))
-        has_update = [not trees.is_none(u) for u in trees.flatten_like(params, new_updates, "updates")]
+        has_update = [
+            not trees.is_none(u) for u in trees.flatten_like(params, new_updates, "updates")
+        ]
         treedef = trees.structure(params)
 
         def update_bases(old: Slots, _: object) -> tuple[None, Slots]:
@@ -112,9 +132,11 @@ def soap(
                 values["v"][i] = leaf.v
                 for axis, basis in leaf.bases.items():
                     values[f"q_{axis}"][i] = basis
-            return None, {name: treedef.unflatten(values[name]) for name in old if not name.startswith("gg")}
+            names = [name for name in old if not name.startswith("gg")]
+            return None, {name: treedef.unflatten(values[name]) for name in names}
 
-        # All matrices of one size are processed by one loop, so they are on the devices at the same time.
+        # All matrices of one size are processed by one loop, so they are on the devices at the same
+        # time.
         slots_of_bases = {name: new[name] for name in slots(params) if name != "m"}
         _, updated_bases = call_with_loaded(update_bases, slots_of_bases, None)
         return new_updates, new | updated_bases
@@ -125,7 +147,11 @@ def soap(
 def sizes_and_shares(h: Values) -> dict[str, Any]:
     first = h.age == 1
     k = jnp.maximum(h.age - 1, 1)
-    size = h.learning_rate * jnp.sqrt(rules.bias_correction(h.beta2, k)) / rules.bias_correction(h.beta1, k)
+    size = (
+        h.learning_rate
+        * jnp.sqrt(rules.bias_correction(h.beta2, k))
+        / rules.bias_correction(h.beta1, k)
+    )
     return {
         "first": first,
         "size": jnp.where(first, 0.0, size),
@@ -152,7 +178,7 @@ def soap_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def project(x: Array, bases: dict[int, Array], back: bool = False) -> Array:
-    """Return the coordinates of an array in bases of some of its axes; with `back`, the array of coordinates."""
+    """Return an array's coordinates in bases of some of its axes; with `back`, the reverse."""
     basis_axis = 1 if back else 0
     for axis, q in bases.items():
         x = jnp.moveaxis(jnp.tensordot(x, q, ((axis,), (basis_axis,))), -1, axis)
@@ -181,7 +207,8 @@ class EigenbasisUpdate(NamedTuple):
 def update_eigenbases(turn: Array, leaves: Sequence[EigenbasisUpdate]) -> list[EigenbasisUpdate]:
     """Update the bases of all leaves, and permute each v if the order of its coordinates changes.
 
-    For TPUs, where XLA takes minutes to compile each `eigh`, one loop processes all matrices of one size.
+    For TPUs, where XLA takes minutes to compile each `eigh`, one loop processes all matrices of one
+    size.
     """
     if not leaves:
         return []
@@ -204,7 +231,9 @@ def _leaf(turn: Array, leaf: EigenbasisUpdate) -> EigenbasisUpdate:
 
 def _first(leaf: EigenbasisUpdate) -> EigenbasisUpdate:
     """Eigenvectors, in descending order of eigenvalues."""
-    return leaf._replace(bases={i: jnp.flip(jnp.linalg.eigh(gram)[1], 1) for i, gram in leaf.grams.items()})
+    return leaf._replace(
+        bases={i: jnp.flip(jnp.linalg.eigh(gram)[1], 1) for i, gram in leaf.grams.items()}
+    )
 
 
 def _next(leaf: EigenbasisUpdate) -> EigenbasisUpdate:
@@ -218,7 +247,7 @@ def _next(leaf: EigenbasisUpdate) -> EigenbasisUpdate:
 
 
 def power_iteration(gram: Array, basis: Array) -> tuple[Array, Array]:
-    """The basis after a power iteration, by descending eigenvalues, and the permutation that sorts it."""
+    """The basis after a power iteration, by descending eigenvalues, and the permutation for it."""
     product = gram @ basis
     order = jnp.argsort(jnp.sum(basis * product, 0), descending=True)
     return product[:, order], order.astype(jnp.int32)  # int64 under x64
@@ -231,7 +260,9 @@ def eigenvectors(gram: Array, basis: Array) -> tuple[Array, Array]:
 
 
 def update_in_loops(
-    turn: Array, leaves: list[EigenbasisUpdate], first: Callable[[Array, Array], tuple[Array, Array]] = eigenvectors
+    turn: Array,
+    leaves: list[EigenbasisUpdate],
+    first: Callable[[Array, Array], tuple[Array, Array]] = eigenvectors,
 ) -> list[EigenbasisUpdate]:
     sizes: dict[Any, list[tuple[int, int]]] = {}
     for i, leaf in enumerate(leaves):
@@ -245,11 +276,17 @@ def update_in_loops(
         new_bases, orders = _loop(turn, grams, old, first)
         for (i, axis), basis, order in zip(members, new_bases, orders, strict=True):
             bases[i][axis] = basis
-            vs[i] = jax.lax.cond(turn == NEXT, partial(jnp.take, axis=axis), lambda v, order: v, vs[i], order)
-    return [leaf._replace(bases=basis, v=v) for leaf, basis, v in zip(leaves, bases, vs, strict=True)]
+            vs[i] = jax.lax.cond(
+                turn == NEXT, partial(jnp.take, axis=axis), lambda v, order: v, vs[i], order
+            )
+    return [
+        leaf._replace(bases=basis, v=v) for leaf, basis, v in zip(leaves, bases, vs, strict=True)
+    ]
 
 
-def _loop(turn: Array, grams: list[Array], bases: list[Array], first: Any) -> tuple[list[Array], Array]:
+def _loop(
+    turn: Array, grams: list[Array], bases: list[Array], first: Any
+) -> tuple[list[Array], Array]:
     """The new bases of matrices of one size, and for each the permutation of its old directions."""
 
     def update_basis(turn: Array, gram: Array, basis: Array) -> tuple[Array, Array]:
@@ -264,8 +301,8 @@ def _loop(turn: Array, grams: list[Array], bases: list[Array], first: Any) -> tu
         basis, order = replicate_call(update_basis, turn, gram, old)
         return jax.lax.switch(i, puts, bases, basis), orders.at[i].set(order)
 
-    # Matrices are read and written one at a time, because stacking them would need the memory of two more copies. The
-    # i-th branch of each switch is for the i-th matrix.
+    # Matrices are read and written one at a time, because stacking them would need the memory of
+    # two more copies. The i-th branch of each switch is for the i-th matrix.
     picks = [lambda grams, bases, j=j: (grams[j], bases[j]) for j in range(len(grams))]
     puts = [lambda bases, new, j=j: [*bases[:j], new, *bases[j + 1 :]] for j in range(len(grams))]
     orders = jnp.zeros((len(grams), grams[0].shape[0]), jnp.int32)
@@ -280,7 +317,10 @@ WIDTH = 128
 
 
 def orthonormal(matrix: Array, width: int = WIDTH) -> Array:
-    """The Q of a square matrix's QR decomposition, by Householder reflections; orthogonal even if it is singular."""
+    """The Q of a square matrix's QR decomposition, by Householder reflections.
+
+    It is orthogonal even if the matrix is singular.
+    """
     n = matrix.shape[0]
     width = min(width, n)
     blocks = -(-n // width)
@@ -309,7 +349,9 @@ def _reflections(panel: Array, start: Array) -> tuple[Array, Array]:
 
     def column(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         panel, v, t = carry
-        x = jnp.where(rows >= start + j, jax.lax.dynamic_index_in_dim(panel, j, 1, keepdims=False), 0)
+        x = jnp.where(
+            rows >= start + j, jax.lax.dynamic_index_in_dim(panel, j, 1, keepdims=False), 0
+        )
         x = x / _or_one(jnp.max(jnp.abs(x)))  # so that squares neither overflow nor underflow
         corner = rows == start + j
         length = jnp.sqrt(jnp.sum(x * x))

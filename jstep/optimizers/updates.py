@@ -33,31 +33,41 @@ def apply_updates(params: T, updates: Updates) -> T:
 
     Args:
         params: Any tree.
-        updates: A tree of the same structure; a leaf is an array, an `IndexedSlices` whose rows are added, or None.
+        updates: A tree of the same structure; a leaf is an array, an `IndexedSlices` whose rows are
+            added, or None.
 
     Returns:
         New parameters. Sums are computed in at least float32 and rounded to the parameter's dtype.
 
     Example:
         >>> import jax.numpy as jnp, jstep
-        >>> jstep.apply_updates({"w": jnp.zeros(2), "b": jnp.ones(1)}, {"w": jnp.ones(2), "b": None})
+        >>> params = {"w": jnp.zeros(2), "b": jnp.ones(1)}
+        >>> jstep.apply_updates(params, {"w": jnp.ones(2), "b": None})
         {'b': Array([1.], dtype=float32), 'w': Array([1., 1.], dtype=float32)}
     """
     leaves, treedef = trees.flatten(params)
     moves = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
     pairs = zip(move_to_devices(leaves), moves, strict=True)
-    return treedef.unflatten([leaf if trees.is_none(update) else add(leaf, update) for leaf, update in pairs])
+    return treedef.unflatten(
+        [leaf if trees.is_none(update) else add(leaf, update) for leaf, update in pairs]
+    )
 
 
-def apply_in_order(params: Params, updates: Updates, slots: Slots, names: Collection[str]) -> tuple[Params, Slots]:
+def apply_in_order(
+    params: Params, updates: Updates, slots: Slots, names: Collection[str]
+) -> tuple[Params, Slots]:
     """Add updates to parameters; order the writes of leaves with a slot in `names`.
 
-    XLA's CPU backend copies a slot that other arrays are computed from, unless a data dependency fixes the order: the
-    parameter first, then the slots.
+    XLA's CPU backend copies a slot that other arrays are computed from, unless a data dependency
+    fixes the order: the parameter first, then the slots.
     """
     leaves, treedef = trees.flatten(params)
     moves = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
-    ordered = {name: treedef.flatten_up_to(tree) for name, tree in slots.items() if trees.is_like(params, tree)}
+    ordered = {
+        name: treedef.flatten_up_to(tree)
+        for name, tree in slots.items()
+        if trees.is_like(params, tree)
+    }
     slots_of_leaves: list[dict[str, Any]] = [{} for _ in leaves]
     for name, tree in ordered.items():
         for i, slot in enumerate(tree):
@@ -74,14 +84,19 @@ def apply_in_order(params: Params, updates: Updates, slots: Slots, names: Collec
         new[i] = jax.lax.add(leaf, update) if _is_sum(leaf, update) else add(leaf, update)
         alike: dict[str, Any] = {}
         if not is_update(update):
-            alike = {name: ordered[name] for name, slot in slots_of_leaves[i].items() if _is_alike(slot, leaf)}
+            alike = {
+                name: ordered[name]
+                for name, slot in slots_of_leaves[i].items()
+                if _is_alike(slot, leaf)
+            }
         if any(name in names for name in alike):
             places.append([(new, i), *((tree, i) for tree in alike.values())])
             chains.append([tree[i] for tree, i in places[-1]])
     for chain, chain_places in zip(run_in_order(*chains), places, strict=True):
         for value, (tree, i) in zip(chain, chain_places, strict=True):
             tree[i] = value
-    return treedef.unflatten(new), slots | {name: treedef.unflatten(tree) for name, tree in ordered.items()}
+    new_slots = {name: treedef.unflatten(tree) for name, tree in ordered.items()}
+    return treedef.unflatten(new), slots | new_slots
 
 
 def _is_alike(slot: Any, leaf: Any) -> bool:
@@ -126,21 +141,29 @@ def moves(params: Params, updates: Updates) -> Updates:
         dtype = trees.compute_dtype(jnp.result_type(p))
         return u.value.astype(dtype) - jnp.asarray(p).astype(dtype)
 
-    return map_updates(move, params, updates, jax.tree.leaves(move_to_devices(params)), what="updates")
+    return map_updates(
+        move, params, updates, jax.tree.leaves(move_to_devices(params)), what="updates"
+    )
 
 
 def map_updates(
-    fn: Callable[..., Any], params: Params, updates: Updates, *others: Iterable[Any], what: str = "gradients"
+    fn: Callable[..., Any],
+    params: Params,
+    updates: Updates,
+    *others: Iterable[Any],
+    what: str = "gradients",
 ) -> Updates:
-    """Map `fn(update, *others)` over leaves that have an update, maybe `IndexedSlices`; others stay None."""
+    """Map `fn(update, *others)` over updates, maybe `IndexedSlices`; those that are None stay."""
     mapped: list[Any] = []
-    for u, *values in zip(trees.flatten_like(params, updates, what, is_leaf=is_update), *others, strict=True):
+    for u, *values in zip(
+        trees.flatten_like(params, updates, what, is_leaf=is_update), *others, strict=True
+    ):
         mapped.append(None if trees.is_none(u) else fn(u, *values))
     return trees.structure(params).unflatten(mapped)
 
 
 def wide_updates(updates: Updates, fn: Callable[[Array], Array] = lambda u: u) -> Updates:
-    """Map `fn` over updates in at least float32: rounding to a low-precision dtype would reach the slots."""
+    """Map `fn` over updates in at least float32: rounding to fewer bits would reach the slots."""
 
     def wide(u: Any) -> Any:
         if is_slices(u):

@@ -1,7 +1,8 @@
 """What the processes of a run compare before anything is written.
 
-Each process runs the program by itself. Without this check, a difference between them, such as another `last_step`,
-would show up as a wait of half an hour, because they would not call the same collectives.
+Each process runs the program by itself. Without this check, a difference between them, such as
+another `last_step`, would show up as a wait of half an hour, because they would not call the same
+collectives.
 """
 
 import json
@@ -32,7 +33,8 @@ def check_processes(options: Options, state: TrainState, step: int | None) -> No
         step: The step of the state, if it is known.
 
     Raises:
-        ValueError: They were not. The message names what differs, with the value of each process; all of them raise it.
+        ValueError: They were not. The message names what differs, with the value of each process;
+            all of them raise it.
     """
     if processes.is_single_process():
         return
@@ -55,14 +57,15 @@ def check_processes(options: Options, state: TrainState, step: int | None) -> No
 def _facts(options: Options) -> dict[str, Any]:
     """Return what decides which collectives are called, and when.
 
-    Values that may differ between processes are left out, such as the interval of a log, unless calls end where a line
-    is due.
+    Values that may differ between processes are left out, such as the interval of a log, unless
+    calls end where a line is due.
     """
     facts: dict[str, Any] = {
         "last_step": options.last_step,
         "steps_per_call": options.steps_per_call,
         "save_checkpoint_steps": options.save_checkpoint_steps,
-        # Of the following, only whether they are given: process 0 alone decides by seconds, and paths may differ.
+        # Of the following, only whether they are given: process 0 alone decides by seconds, and
+        # paths may differ.
         "checkpoint_dir is given": options.checkpoint_dir is not None,
         "stop_secs is given": options.stop_secs is not None,
         "start_from is given": options.start_from is not None,
@@ -72,14 +75,21 @@ def _facts(options: Options) -> dict[str, Any]:
     if options.steps_per_call != 1:
         # A call of several steps ends where a line is due.
         facts["log_steps"] = None if options.progress is False else options.log_steps
-        facts["save_summaries_steps"] = None if options.logdir is None else options.save_summaries_steps
+        facts["save_summaries_steps"] = (
+            None if options.logdir is None else options.save_summaries_steps
+        )
     for number, hook in enumerate(options.hooks):
-        facts[f"cadence of hooks[{number}]"] = _cadence(hook, ends_calls=options.steps_per_call != 1)
+        facts[f"cadence of hooks[{number}]"] = _cadence(
+            hook, ends_calls=options.steps_per_call != 1
+        )
     return facts
 
 
 def _cadence(hook: object, *, ends_calls: bool) -> str | None:
-    """Describe the cadence of a hook; None if processes may differ in it, such as a log that one of them writes."""
+    """Describe the cadence of a hook; None if processes may differ in it.
+
+    An example is a log that one of them writes.
+    """
     cadence = hook_cadence(hook)
     if cadence is None:
         return None
@@ -93,7 +103,10 @@ def _cadence(hook: object, *, ends_calls: bool) -> str | None:
 def _leaves(state: Tree) -> list[str]:
     leaves: list[str] = []
     for path, leaf in trees.leaves_with_paths(state):
-        kind = array_type(leaf.shape, str(leaf.dtype)) if hasattr(leaf, "dtype") else type(leaf).__name__
+        if hasattr(leaf, "dtype"):
+            kind = array_type(leaf.shape, str(leaf.dtype))
+        else:
+            kind = type(leaf).__name__
         leaves.append(f"{path} {kind}")
     return leaves
 
@@ -103,8 +116,8 @@ def _difference(name: str, values: list[Any], leaves: list[str]) -> str:
         return _differing_leaves(leaves)
     described = [f"{value} on process {process}" for process, value in enumerate(values)]
     return (
-        f"{name}: must be the same on all processes, got {format_list(described, 8)}; start all of them with the same "
-        "program and arguments"
+        f"{name}: must be the same on all processes, got {format_list(described, 8)}; start all of "
+        "them with the same program and arguments"
     )
 
 
@@ -119,14 +132,16 @@ def _differing_leaves(leaves: list[str]) -> str:
         kind = "leaves"
         if not only_first and not only_other:
             kind = "order of leaves"
-            first, other = next(pair for pair in zip(rows[0], row, strict=True) if pair[0] != pair[1])
+            first, other = next(
+                pair for pair in zip(rows[0], row, strict=True) if pair[0] != pair[1]
+            )
             only_first = [first]
             only_other = [other]
         return (
             f"state: must have the same {kind} on all processes, got "
             f"{format_list(only_first, _MAX_LEAVES_NAMED) or 'fewer'} on process 0 and "
-            f"{format_list(only_other, _MAX_LEAVES_NAMED) or 'fewer'} on process {process}; create it from the same "
-            "program and arguments on all of them"
+            f"{format_list(only_other, _MAX_LEAVES_NAMED) or 'fewer'} on process {process}; create "
+            "it from the same program and arguments on all of them"
         )
     raise AssertionError("the leaves do not differ")
 
@@ -138,8 +153,12 @@ def check_latest(latest: int | None) -> None:
     found = processes.ints_of_all(-1 if latest is None else latest)
     steps: Mapping[int, int] = {process: step for process, (step,) in enumerate(found)}
     if len({*steps.values()}) > 1:
-        described = [f"{'none' if step < 0 else step} on process {process}" for process, step in steps.items()]
+        described = [
+            f"{'none' if step < 0 else step} on process {process}"
+            for process, step in steps.items()
+        ]
         raise ValueError(
-            f"checkpoint_dir: must have the same newest checkpoint on all processes, got step "
-            f"{format_list(described, 8)}; start the run again once its file system shows all of them the same files"
+            "checkpoint_dir: must have the same newest checkpoint on all processes, got step "
+            f"{format_list(described, 8)}; start the run again once its file system shows all "
+            "of them the same files"
         )

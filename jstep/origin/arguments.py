@@ -57,13 +57,15 @@ class Options:
 
     @property
     def stop_step(self) -> int:
-        """The step at which the run ends at the latest: `last_step`, or the largest one of int32."""
+        """The step at which the run ends at the latest: `last_step`, or the largest int32."""
         return LARGEST_STEP if self.last_step is None else self.last_step
 
     @property
     def prefix(self) -> str:
         """The prefix of the checkpoints: that of the Saver, if one was passed."""
-        return self.checkpoint_dir.prefix if isinstance(self.checkpoint_dir, Saver) else self.checkpoint_prefix
+        if isinstance(self.checkpoint_dir, Saver):
+            return self.checkpoint_dir.prefix
+        return self.checkpoint_prefix
 
     @property
     def directory(self) -> str | None:
@@ -90,7 +92,7 @@ def options_in(arguments: Mapping[str, Any]) -> Options:
 
 
 def validated(given: Options, state: TrainState[Any], batches: Tree) -> Options:
-    """Return the options with each value as a run uses it; an error names the first one that is invalid."""
+    """Return the options with each value as a run uses it; an error names the first invalid one."""
     batch_sharding = shardings_of_axes(given.batch_sharding, state)
     steps_per_call = as_steps_per_call(given.steps_per_call, batches)
     options = dataclasses.replace(
@@ -111,7 +113,8 @@ def validated(given: Options, state: TrainState[Any], batches: Tree) -> Options:
     )
     for directory in options.directories:  # one of them may be below the other
         check_no_links(directory, *options.directories)
-    make_placer(batch_sharding, "batch_sharding")  # raises if it is no sharding; the placer itself is not needed
+    # It raises an error if it is no sharding; the placer itself is not needed.
+    make_placer(batch_sharding, "batch_sharding")
     return options
 
 
@@ -126,7 +129,9 @@ def _as_last_step(value: object) -> int | None:
 def _as_checkpoint_dir(given: Options) -> str | Saver | None:
     checkpoint_dir = given.checkpoint_dir
     check_checkpoints(checkpoint_dir, given.checkpoint_prefix)
-    return checkpoint_dir if isinstance(checkpoint_dir, Saver) else _as_place(checkpoint_dir, "checkpoint_dir")
+    if isinstance(checkpoint_dir, Saver):
+        return checkpoint_dir
+    return _as_place(checkpoint_dir, "checkpoint_dir")
 
 
 def _as_place(value: object, name: str) -> str | None:
@@ -151,7 +156,9 @@ def _as_interval(value: object, argument: str) -> int | None:
 
 
 def _as_secs(value: object, argument: str, expected: str) -> float | None:
-    return None if value is None else as_number(value, argument, low=0, above=True, expected=expected)
+    return (
+        None if value is None else as_number(value, argument, low=0, above=True, expected=expected)
+    )
 
 
 def as_steps_per_call(value: object, batches: Tree = None) -> int | str:
@@ -162,24 +169,25 @@ def as_steps_per_call(value: object, batches: Tree = None) -> int | str:
     steps = as_int(value, "steps_per_call", 1)
     if steps > 1 and are_made_one_by_one(batches):
         raise ValueError(
-            f"steps_per_call={steps}, batches={batches!r}: these batches are made one by one, with the state or in the "
-            "body of the loop; use steps_per_call=1"
+            f"steps_per_call={steps}, batches={batches!r}: these batches are made one by one, with "
+            "the state or in the body of the loop; use steps_per_call=1"
         )
     return steps
 
 
 def check_checkpoints(checkpoint_dir: object, checkpoint_prefix: str) -> None:
-    """Reject a path that names no directory or bucket, and a prefix that is none, or not that of the `Saver`."""
+    """Reject a path of no directory or bucket, and a prefix that is none, or not the `Saver`'s."""
     if checkpoint_dir is not None and not isinstance(checkpoint_dir, Saver):
         location(checkpoint_dir, "checkpoint_dir")
     try:
         checkpoint_name(checkpoint_prefix, 0)
     except (TypeError, ValueError) as error:
         raise type(error)(f"checkpoint_{error}") from None
-    if isinstance(checkpoint_dir, Saver) and checkpoint_prefix not in ("model", checkpoint_dir.prefix):
+    own_prefix = checkpoint_dir.prefix if isinstance(checkpoint_dir, Saver) else checkpoint_prefix
+    if checkpoint_prefix not in ("model", own_prefix):
         raise ValueError(
-            f"checkpoint_prefix={checkpoint_prefix!r}: checkpoint_dir is a Saver, whose own prefix is "
-            f"{checkpoint_dir.prefix!r}; make the Saver with the prefix"
+            f"checkpoint_prefix={checkpoint_prefix!r}: checkpoint_dir is a Saver, whose own prefix "
+            f"is {own_prefix!r}; make the Saver with the prefix"
         )
 
 
@@ -188,8 +196,8 @@ def check_state(state: Tree, last_step: int, hooks: Sequence[Any] = ()) -> None:
     check_not_compile_only(as_state(state), "state")
     if np.ndim(state.global_step):
         raise ValueError(
-            f"state: its global_step has shape {np.shape(state.global_step)}, must be a scalar, which a population "
-            "shares; see the recipe 'Hyperparameter sweeps with vmap'"
+            f"state: its global_step has shape {np.shape(state.global_step)}, must be a scalar, "
+            "which a population shares; see the recipe 'Hyperparameter sweeps with vmap'"
         )
     step = get_global_step(state)
     if step is None:
@@ -202,8 +210,8 @@ def check_state(state: Tree, last_step: int, hooks: Sequence[Any] = ()) -> None:
     last = np.iinfo(step.dtype).max
     if last_step > last:
         raise ValueError(
-            f"last_step={last_step}: must be at most {last}, the last step that {step.dtype} can hold; under "
-            "jax_enable_x64 steps are int64"
+            f"last_step={last_step}: must be at most {last}, the last step that {step.dtype} can "
+            "hold; under jax_enable_x64 steps are int64"
         )
 
 
@@ -212,15 +220,19 @@ def cache_directory(cache: Any, checkpoint_dir: Any) -> str | None:
     if cache is None or cache is False:
         return None
     if cache is True:
-        directory = checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
+        directory = (
+            checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
+        )
         if directory is None or is_url(directory):
             raise ValueError(
-                f"compile_cache=True: must have a local checkpoint_dir, got {format_value(directory)}; give a directory"
+                "compile_cache=True: must have a local checkpoint_dir, got "
+                f"{format_value(directory)}; give a directory"
             )
         cache = os.path.join(os.fspath(directory), "compile_cache")
     if not isinstance(cache, str | os.PathLike):
         raise TypeError(
-            f"compile_cache={format_value(cache)}: must be a directory, True or None, got {describe_type(cache)}"
+            f"compile_cache={format_value(cache)}: must be a directory, True or None, got "
+            f"{describe_type(cache)}"
         )
     if is_url(cache) or not os.fspath(cache).strip():
         raise ValueError(f"compile_cache={format_value(cache)}: must be a local directory")

@@ -22,7 +22,13 @@ from jstep.metering.numbers import read_value, read_values
 from jstep.optimizers.hyperparameters import held_values
 from jstep.origin.agreement import check_latest
 from jstep.origin.arguments import Options
-from jstep.origin.parent import ParentCheckpoint, describe_missing, find_parent, read_checkpoint, warn_of_other_parent
+from jstep.origin.parent import (
+    ParentCheckpoint,
+    describe_missing,
+    find_parent,
+    read_checkpoint,
+    warn_of_other_parent,
+)
 from jstep.slots.roles import roles_in
 from jstep.state.fingerprints import fingerprint
 from jstep.state.global_step import check_alive, state_step
@@ -37,7 +43,7 @@ class StateSource(NamedTuple):
     |---|---|
     | `FRESH` | the state that was passed |
     | `RESUMED` | `checkpoint`, which `read_state` reads beside other work |
-    | `RESUMED`, nothing left to do | `state`: read at once, as nothing is claimed, and another run may delete it |
+    | `RESUMED`, nothing left to do | `state`: read at once; another run may delete it (no claim) |
     | `BRANCHED` | `state`: read at once, as the other run is not claimed either |
 
     Attributes:
@@ -68,7 +74,9 @@ def find_origin(
 ) -> tuple[Origin, StateSource]:
     """Open the checkpoint that a run begins from, and read what may be gone later."""
     step = step_of_values(state)
-    given = Given(step, _hyperparameters_in(state) if step is not None and saver is not None else {})
+    given = Given(
+        step, _hyperparameters_in(state) if step is not None and saver is not None else {}
+    )
     opened = OpenedForRun()
     if saver is not None:
         is_ended = functools.partial(_is_ended, options.stop_step)
@@ -102,9 +110,10 @@ def find_origin(
 
 
 def _is_ended(stop_step: int, checkpoint: OpenCheckpoint) -> bool:
-    """Whether a run that takes no step from a checkpoint owes no end, by the rule of `ending.py`: it saves nothing.
+    """Whether a run that takes no step from a checkpoint owes no end: it saves nothing.
 
-    One that has passed `stop_step` without its iterations being over is in mid-run.
+    The rule is that of `ending.py`. One that has passed `stop_step` without its iterations being
+    over is in mid-run.
     """
     extra = run_extra(checkpoint)
     step = checkpoint.step
@@ -121,18 +130,29 @@ def _begin_branch(
     state: TrainState,
     reading: Reading,
 ) -> tuple[Origin, StateSource]:
-    """Read the checkpoint of the other run: its state, unless the one passed replaces it, and the rest."""
+    """Read the other run's checkpoint: its state, unless that passed replaces it, and the rest."""
     with reading(found.step):
         parent, checkpoint, extra, state = read_checkpoint(options, found, state)
     if processes.is_process_0():
         edited = ", with the state passed" if parent.edited_step else ""
-        logger.info("this run begins from %s%s%s", parent.reference["path"], edited, describe_missing(checkpoint))
+        logger.info(
+            "this run begins from %s%s%s",
+            parent.reference["path"],
+            edited,
+            describe_missing(checkpoint),
+        )
     origin = Origin(
         kind=Kind.BRANCHED,
-        # Perhaps not the one that was found: `read_checkpoint` reads an older one if that one was replaced.
+        # Perhaps not the one that was found: `read_checkpoint` reads an older one if it was
+        # replaced.
         step=parent.step,
-        # The branch is not stopped by the parent's hook, owes none of its `end`s, and has its own name.
-        extra={key: value for key, value in extra.items() if key not in (STOPPED, LAST_ITERATION, RUN_KEY)},
+        # The branch is not stopped by the parent's hook, owes none of its `end`s, and has another
+        # name.
+        extra={
+            key: value
+            for key, value in extra.items()
+            if key not in (STOPPED, LAST_ITERATION, RUN_KEY)
+        },
         lineage=Lineage(None, parent.reference, extra.get(RUN_KEY)),
         given=given,
         source=parent.reference["path"],
@@ -142,7 +162,10 @@ def _begin_branch(
 
 
 def load_extra(checkpoint: OpenCheckpoint) -> dict[str, Any]:
-    """Return what a checkpoint holds beside the state, with this process's position; files are read when used."""
+    """Return what a checkpoint holds beside the state, with this process's position.
+
+    Files are read when used.
+    """
     extra = run_extra(checkpoint)
 
     def load() -> dict[str, Any]:
@@ -156,7 +179,7 @@ def load_extra(checkpoint: OpenCheckpoint) -> dict[str, Any]:
 
 
 def _hyperparameters_in(state: TrainState) -> dict[str, float]:
-    """Return the hyperparameters in the state: held ones by their names, those of Optax by their slots."""
+    """Return the state's hyperparameters: held ones by name, those of Optax by their slots."""
     values: dict[str, Any] = held_values(state.slots)
     for slot in roles_in(state).injected:
         if trees.is_array(state.slots.get(slot)):
@@ -167,7 +190,8 @@ def _hyperparameters_in(state: TrainState) -> dict[str, float]:
 
 def step_of_values(state: TrainState) -> int | None:
     """Return the step of a state; None if it has no values, as it is abstract or was donated."""
-    if trees.is_donated(state) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
+    leaves = jax.tree.leaves(state)
+    if trees.is_donated(state) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         return None
     return state_step(state) if trees.is_array(state.global_step) else None
 
@@ -175,12 +199,17 @@ def step_of_values(state: TrainState) -> int | None:
 # Read the state.
 
 
-def read_state(saver: Saver | None, origin: Origin, source: StateSource, state: TrainState) -> TrainState:
-    """Return the state that a run begins with; `state` is the one that was passed, or the parent's."""
+def read_state(
+    saver: Saver | None, origin: Origin, source: StateSource, state: TrainState
+) -> TrainState:
+    """Return the state that a run begins with; `state` is the one passed, or the parent's."""
     if origin.kind is Kind.FRESH:
         if saver is not None and processes.is_process_0():
-            kind = "" if saver.prefix == "model" else f" {saver.prefix}-*"  # other prefixes may exist
-            logger.info("no checkpoint%s in %s: starts at step %d", kind, saver.directory, origin.step)
+            # Other prefixes may exist.
+            kind = "" if saver.prefix == "model" else f" {saver.prefix}-*"
+            logger.info(
+                "no checkpoint%s in %s: starts at step %d", kind, saver.directory, origin.step
+            )
         return state
     restored = source.state
     if restored is None:
@@ -195,22 +224,23 @@ def read_state(saver: Saver | None, origin: Origin, source: StateSource, state: 
 
 
 def _warn_of_held_values(origin: Origin, restored: TrainState) -> None:
-    """Warn of hyperparameters for which the program has other values now than when the run began."""
+    """Warn of hyperparameters whose values in the program have changed since the run began."""
     if origin.given.step != 0:
         return  # shapes, or a trained state, hold no initial values
     initial = origin.held_values
     current = _hyperparameters_in(restored)
     for hyperparameter, value in origin.given.values.items():
-        # Compared with the initial values, not with those of the previous start: then each start with a changed number
-        # is told that it is not used, not only the first one.
-        if _is_same(value, initial[hyperparameter]) or _is_same(value, current.get(hyperparameter, value)):
+        # Compared with the initial values, not with those of the previous start: then each start
+        # with a changed number is told that it is not used, not only the first one.
+        restored_value = current.get(hyperparameter, value)
+        if _is_same(value, initial[hyperparameter]) or _is_same(value, restored_value):
             continue
         setting = "call jstep.set_hyperparameter"
         if hyperparameter in roles_in(restored).injected:
             setting = f"return state.replace(slots={{**state.slots, {hyperparameter!r}: …}})"
         logger.warning(
-            "state: the hyperparameter %r is created as %g, but was %g when this run began. The value in %s is used, "
-            "%g; to change it, %s in a hook.",
+            "state: the hyperparameter %r is created as %g, but was %g when this run began. The "
+            "value in %s is used, %g; to change it, %s in a hook.",
             hyperparameter,
             value,
             initial[hyperparameter],
@@ -229,8 +259,9 @@ def _step_of_given(state: TrainState) -> int:
     for path, leaf in trees.leaves_with_paths(state):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
-                f"state: its {path!r} is a shape without values (jax.ShapeDtypeStruct), and there is no checkpoint to "
-                "restore; give a state of arrays, as TrainState.create makes, or the checkpoint_dir of an earlier run"
+                f"state: its {path!r} is a shape without values (jax.ShapeDtypeStruct), and there "
+                "is no checkpoint to restore; give a state of arrays, as TrainState.create makes, "
+                "or the checkpoint_dir of an earlier run"
             )
     check_alive(state)
     return state_step(state)
@@ -246,16 +277,17 @@ def _warn_of_given(origin: Origin, state: TrainState, restored: TrainState) -> N
         different = _different_leaves(state, restored)
         if different:
             logger.warning(
-                "state: the state passed (step %d) is ignored in favor of %s, which has other values at %s. To "
-                "continue from the state passed, give another checkpoint_dir, and this checkpoint as start_from.",
+                "state: the state passed (step %d) is ignored in favor of %s, which has other "
+                "values at %s. To continue from the state passed, give another checkpoint_dir, and "
+                "this checkpoint as start_from.",
                 given,
                 origin.source,
                 format_list(list(map(repr, different))),
             )
     elif parent is None or given != parent["step"]:  # the run may have begun with it
         logger.warning(
-            "state: the state passed (step %d) is ignored in favor of %s, the newest checkpoint of checkpoint_dir. To "
-            "continue from the state passed, give another checkpoint_dir.",
+            "state: the state passed (step %d) is ignored in favor of %s, the newest checkpoint of "
+            "checkpoint_dir. To continue from the state passed, give another checkpoint_dir.",
             given,
             origin.source,
         )

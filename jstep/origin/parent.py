@@ -1,4 +1,4 @@
-"""The checkpoint of another run that a branch begins from: what `start_from` names is found, checked and read."""
+"""The checkpoint that a branch begins from: what `start_from` names is found, checked and read."""
 
 import os
 from typing import Any, NamedTuple
@@ -40,7 +40,9 @@ class ParentCheckpoint(NamedTuple):
 
     @property
     def reference(self) -> Parent:
-        path = join_path(resolve_path(self.saver.directory), checkpoint_name(self.saver.prefix, self.step))
+        path = join_path(
+            resolve_path(self.saver.directory), checkpoint_name(self.saver.prefix, self.step)
+        )
         return {"path": path, "step": self.step}
 
 
@@ -66,10 +68,12 @@ class _CheckpointPath(NamedTuple):
 
 
 def _parse_path(path: str) -> _CheckpointPath | None:
-    """Split the path of a checkpoint, such as `runs/a/model-100`; None if its name is not one of a checkpoint."""
+    """Split the path of a checkpoint, such as `runs/a/model-100`; None for any other name."""
     directory, name = split_path(path)
     match = FOUND_NAME.fullmatch(name)
-    return None if match is None else _CheckpointPath(directory, match["prefix"], int(match["step"]))
+    return (
+        None if match is None else _CheckpointPath(directory, match["prefix"], int(match["step"]))
+    )
 
 
 # Find it.
@@ -86,12 +90,14 @@ def find_parent(
     _check_not_own(options, saver, path)
     if opened.checkpoint is not None or opened.problem is not None:
         return None
-    parent = processes.share_errors(lambda: _find_checkpoint(path, prefix, given_step or 0), _PROBLEM)
+    parent = processes.share_errors(
+        lambda: _find_checkpoint(path, prefix, given_step or 0), _PROBLEM
+    )
     return _agree_on_parent(options, parent)
 
 
 def _check_not_own(options: Options, saver: Saver | None, path: str) -> None:
-    """Check that a parent is not of this run: the run would resume from it, and be its own branch."""
+    """Check that a parent is not of this run, which would resume from it and be its own branch."""
     directories: dict[str, Any] = {}
     if saver is not None:
         directories["checkpoint_dir"] = saver.directory
@@ -99,26 +105,35 @@ def _check_not_own(options: Options, saver: Saver | None, path: str) -> None:
         directories["logdir"] = options.logdir
 
     def find_arguments() -> list[str]:
-        return [name for name, value in directories.items() if _is_in(os.fspath(value), path, options.prefix)]
+        return [
+            name
+            for name, value in directories.items()
+            if _is_in(os.fspath(value), path, options.prefix)
+        ]
 
     names = processes.share_errors(find_arguments, _PROBLEM)
     if names:
         raise ValueError(
-            f"start_from={path!r}: must be a checkpoint of another run, got the {names[0]} of this one. A run "
-            f"resumes from its own by itself: leave start_from out, or give the branch a {names[0]} of its own"
+            f"start_from={path!r}: must be a checkpoint of another run, got the {names[0]} of this "
+            "one. A run resumes from its own by itself: leave start_from out, or give the branch a "
+            f"{names[0]} of its own"
         )
 
 
 def _is_in(directory: str, path: str, prefix: str) -> bool:
     """Whether a path is this directory, or a checkpoint in it.
 
-    One of this prefix counts even if it does not exist: it is the run's own, which has deleted or not yet saved it.
+    One of this prefix counts even if it does not exist: it is the run's own, which has deleted or
+    not yet saved it.
     """
     resolved = resolve_path(directory)
     named = _parse_path(path)
     if named is None or resolve_path(named.directory) != resolved:
         return resolve_path(path) == resolved
-    return named.prefix == prefix or open_store(named.directory).find_path(named.prefix, named.step) is not None
+    return (
+        named.prefix == prefix
+        or open_store(named.directory).find_path(named.prefix, named.step) is not None
+    )
 
 
 def _find_checkpoint(path: str, prefix: str, edited_step: int) -> ParentCheckpoint:
@@ -135,18 +150,29 @@ def _find_checkpoint(path: str, prefix: str, edited_step: int) -> ParentCheckpoi
         newest = next((step for step, _ in store.newest_first(prefix)), -1)
         _check_intact(store, prefix, newer_than=newest)
         if newest >= 0:
-            return ParentCheckpoint(Saver(path, prefix=prefix), newest, is_named=False, edited_step=edited_step)
+            return ParentCheckpoint(
+                Saver(path, prefix=prefix), newest, is_named=False, edited_step=edited_step
+            )
     other_prefix = prefix if named is None else named.prefix
     other = latest_checkpoint(path) or latest_checkpoint(split_path(path)[0], other_prefix)
-    hint = f"the newest checkpoint there is {printable(other)}" if other else "there are no checkpoints"
-    raise FileNotFoundError(f"start_from={path!r}: must be a checkpoint, or a directory with {prefix}-*; {hint}")
+    hint = "there are no checkpoints"
+    if other:
+        hint = f"the newest checkpoint there is {printable(other)}"
+    raise FileNotFoundError(
+        f"start_from={path!r}: must be a checkpoint, or a directory with {prefix}-*; {hint}"
+    )
 
 
 def _check_intact(store: Store, prefix: str, *, newer_than: int, only: int | None = None) -> None:
-    """Check that no checkpoint above a step is corrupted; if `only` is given, that the one of this step is not."""
+    """Check that no checkpoint above a step is corrupted.
+
+    If `only` is given, check that the one of this step is not.
+    """
     for path, problem in store.find_broken(prefix, newer_than):
         if only is None or split_path(path)[1] == checkpoint_name(prefix, only):
-            raise CheckpointError(f"start_from: {path} is corrupted: {problem}; give another checkpoint")
+            raise CheckpointError(
+                f"start_from: {path} is corrupted: {problem}; give another checkpoint"
+            )
 
 
 def _agree_on_parent(options: Options, parent: ParentCheckpoint) -> ParentCheckpoint:
@@ -154,20 +180,20 @@ def _agree_on_parent(options: Options, parent: ParentCheckpoint) -> ParentCheckp
     (step,) = processes.broadcast_ints(parent.step)
     if step >= options.stop_step:
         raise ValueError(
-            f"start_from={options.start_from!r}, last_step={options.last_step}: last_step must be above the step of "
-            f"that checkpoint, {step}"
+            f"start_from={options.start_from!r}, last_step={options.last_step}: last_step must be "
+            f"above the step of that checkpoint, {step}"
         )
     if parent.edited_step not in (0, step):
         raise ValueError(
-            f"start_from={options.start_from!r}: must be a checkpoint at the step of the state passed, "
-            f"{parent.edited_step}, got one at step {step}; to begin with the checkpoint's own state, pass a state at "
-            "step 0 or an abstract one"
+            f"start_from={options.start_from!r}: must be a checkpoint at the step of the state "
+            f"passed, {parent.edited_step}, got one at step {step}; to begin with the checkpoint's "
+            "own state, pass a state at step 0 or an abstract one"
         )
     return parent._replace(step=step)
 
 
 def warn_of_other_parent(options: Options, parent: Parent | None) -> None:
-    """Warn that `start_from` is not read, if it names another checkpoint than the one that the run began from."""
+    """Warn that `start_from` is not read, if it names another checkpoint than the run's parent."""
     if options.start_from is None:
         return
     began = "no other run's checkpoint"
@@ -176,20 +202,24 @@ def warn_of_other_parent(options: Options, parent: Parent | None) -> None:
             return
         began = parent["path"]
     logger.warning(
-        "start_from=%r: is not read, as checkpoint_dir has checkpoints of this run, which began from %s; for a branch "
-        "of that checkpoint, give another checkpoint_dir",
+        "start_from=%r: is not read, as checkpoint_dir has checkpoints of this run, which began "
+        "from %s; for a branch of that checkpoint, give another checkpoint_dir",
         options.start_from,
         began,
     )
 
 
 def _may_name(path: str, parent_path: str) -> bool:
-    """Whether `start_from` is the path of a parent, or of its directory, whose newest checkpoint it may have been."""
+    """Whether `start_from` is the path of a parent, or of its directory.
+
+    The parent may have been the newest checkpoint of that directory.
+    """
     parent_directory, _ = split_path(parent_path)
     if resolve_path(path) == parent_directory:
         return True
-    # Whole paths are compared, as runs usually have checkpoints of the same names. So a parent that was moved counts as
-    # another one. Nothing is read there to find out, because a parent may be deleted once its branch has a checkpoint.
+    # Whole paths are compared, as runs usually have checkpoints of the same names. So a parent that
+    # was moved counts as another one. Nothing is read there to find out, because a parent may be
+    # deleted once its branch has a checkpoint.
     named = _parse_path(path)
     if named is None:
         return False
@@ -202,8 +232,8 @@ def _may_name(path: str, parent_path: str) -> bool:
 def read_checkpoint(options: Options, parent: ParentCheckpoint, target: Tree) -> ReadCheckpoint:
     """Read a checkpoint.
 
-    If `start_from` is a directory, its newest checkpoint may be temporary. If its run has replaced that one meanwhile,
-    the newest permanent checkpoint is read.
+    If `start_from` is a directory, its newest checkpoint may be temporary. If its run has replaced
+    that one meanwhile, the newest permanent checkpoint is read.
     """
     read = _read_once(parent, target)
     if read is None and not parent.is_named:
@@ -237,7 +267,9 @@ def _read_once(parent: ParentCheckpoint, target: Tree) -> ReadCheckpoint | None:
         # Read now: a later save may delete the checkpoint.
         return tagged_json.ExternalBytes(files(name).read())
 
-    extra: dict[str, Any] = tagged_json.resolve_files(load_own_position(run_extra(checkpoint), read_file), load)
+    extra: dict[str, Any] = tagged_json.resolve_files(
+        load_own_position(run_extra(checkpoint), read_file), load
+    )
     if processes.any_process(checkpoint.is_gone()):
         return None
     return ReadCheckpoint(parent, checkpoint, extra, state)
@@ -258,11 +290,19 @@ def _find_permanent(options: Options, parent: ParentCheckpoint) -> ParentCheckpo
 
 
 def _gone(path: str) -> CheckpointError:
-    return CheckpointError(f"{path} was deleted or replaced while this run began from it; start the run again")
+    return CheckpointError(
+        f"{path} was deleted or replaced while this run began from it; start the run again"
+    )
 
 
 def describe_missing(checkpoint: OpenCheckpoint) -> str:
-    """Say what a best checkpoint lacks, which was saved within an iteration; "" for one from which a run resumes."""
+    """Say what a best checkpoint lacks; "" for one from which a run resumes.
+
+    A best checkpoint was saved within an iteration.
+    """
     if checkpoint.best is None:
         return ""
-    return ", a best checkpoint: positions of loaders and states of hooks are not in it, so these begin anew"
+    return (
+        ", a best checkpoint: positions of loaders and states of hooks are not in "
+        "it, so these begin anew"
+    )

@@ -1,4 +1,4 @@
-"""What will a run do, and what will it cost? Answers, before anything runs, from a train step and its arguments.
+"""What will a run do, and what will it cost? Answers from a step and its arguments, before it runs.
 
 - `plan`: what happens at which step.
 - `cost`: operations and memory of a step, by the compiler.

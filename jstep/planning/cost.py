@@ -1,4 +1,4 @@
-"""The cost of a train step before it runs, by XLA's own analyses: operations, memory, and whether it fits."""
+"""A train step's cost before it runs, by XLA's analyses: operations, memory, whether it fits."""
 
 import dataclasses
 import math
@@ -35,11 +35,13 @@ _UNKNOWN = "not known"
 class Cost(Tabular):
     """Cost of a step on each device.
 
-    Figures that the compiler does not report are None, as are most of those of a program that does not fit.
+    Figures that the compiler does not report are None, as are most of those of a program that does
+    not fit.
 
     Attributes:
-        flops: Floating-point operations. Loops count as often as they run, or once if that depends on values. Those of
-            `estimated` operations are those of the usual algorithms, those of `uncounted` ones are not included.
+        flops: Floating-point operations. Loops count as often as they run, or once if that depends
+            on values. Those of `estimated` operations are those of the usual algorithms, those of
+            `uncounted` ones are not included.
         bytes_accessed: Bytes read and written by all operations, as estimated by XLA.
         params_bytes: Bytes of the parameters.
         slots_bytes: Bytes of the slots (the optimizer state), without those in host memory.
@@ -47,16 +49,19 @@ class Cost(Tabular):
         output_bytes: Bytes of all results, without those in host memory.
         alias_bytes: Bytes of the results that reuse the memory of donated arguments.
         temp_bytes: Bytes of the temporaries.
-        peak_bytes: Peak memory, or what the program would need: arguments, results and temporaries, without aliased
-            results and host memory.
+        peak_bytes: Peak memory, or what the program would need: arguments, results and temporaries,
+            without aliased results and host memory.
         compile_seconds: Time of the compilation, in seconds.
         devices: Number of devices that the step runs on.
-        memory_bytes: Device memory available to programs; None if unknown. JAX's share of a compile-only GPU is 0.75.
+        memory_bytes: Device memory available to programs; None if unknown. JAX's share of a
+            compile-only GPU is 0.75.
         loops_unknown: Number of loops whose length depends on values.
-        estimated: Names of factorizations and solves (`eigh`, `svd`, `qr`, `cholesky`, `lu`, ...), which libraries
-            compute, so that XLA does not report their operations.
-        uncounted: Names of operations whose work is unknown: callbacks, and kernels without a cost estimate.
-        host_bytes: Bytes per device of the arguments in host memory (`shard_state(..., slots_memory="pinned_host")`).
+        estimated: Names of factorizations and solves (`eigh`, `svd`, `qr`, `cholesky`, `lu`, ...),
+            which libraries compute, so that XLA does not report their operations.
+        uncounted: Names of operations whose work is unknown: callbacks, and kernels without a cost
+            estimate.
+        host_bytes: Bytes per device of the arguments in host memory (`shard_state(...,
+            slots_memory="pinned_host")`).
         fits: Whether peak memory is within the available memory; None if either is unknown.
         topology: The topology that the step was compiled for; None for the devices of this machine.
         warnings: Likely mistakes, each with its remedy.
@@ -85,7 +90,9 @@ class Cost(Tabular):
 
     def _title(self) -> str:
         where = "on one device" if self.devices == 1 else f"on each of {self.devices} devices"
-        return f"a step {where}" if self.topology is None else f"a step {where}, {self.topology} (compiled, not run)"
+        if self.topology is None:
+            return f"a step {where}"
+        return f"a step {where}, {self.topology} (compiled, not run)"
 
     def _rows(self) -> list[tuple[str, str]]:
         rows = [
@@ -94,7 +101,10 @@ class Cost(Tabular):
             ("parameters", format_bytes(self.params_bytes)),
             ("slots", format_bytes(self.slots_bytes)),
             ("arguments", _size(self.argument_bytes)),
-            ("results", f"{_size(self.output_bytes)}, {_size(self.alias_bytes)} of it aliased to arguments"),
+            (
+                "results",
+                f"{_size(self.output_bytes)}, {_size(self.alias_bytes)} of it aliased to arguments",
+            ),
             ("temporaries", _size(self.temp_bytes)),
             ("at its peak", self._peak_text()),
         ]
@@ -131,33 +141,40 @@ class Cost(Tabular):
 
 
 @shortens_tracebacks
-def cost(train_step: Callable[..., Any], state: Tree, *args: Any, topology: str | None = None) -> Cost:
+def cost(
+    train_step: Callable[..., Any], state: Tree, *args: Any, topology: str | None = None
+) -> Cost:
     """Return the cost of a step on each device: operations and memory. The step is not run.
 
-    The step is compiled for its arguments: arrays or `jax.ShapeDtypeStruct`s, so the model need not fit into memory.
+    The step is compiled for its arguments: arrays or `jax.ShapeDtypeStruct`s, so the model need not
+    fit into memory.
 
     Args:
         train_step: The result of `minimize` or `scan_steps`, or any function `(state, *args)`.
-        state: The state, or its shapes (`jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))`).
-        *args: The batch, or its shapes. On a mesh, place it as `train` does with `batch_sharding`, for instance by
-            `shard_batch`.
-        topology: The name of a topology to compile for, with a replicated state and the rows of the batch split over
-            all devices. For other layouts, place state and batch on the mesh of `jstep.topology(name)`.
+        state: The state, or its shapes (`jax.eval_shape(lambda: jstep.TrainState.create(params,
+            optimizer))`).
+        *args: The batch, or its shapes. On a mesh, place it as `train` does with `batch_sharding`,
+            for instance by `shard_batch`.
+        topology: The name of a topology to compile for, with a replicated state and the rows of the
+            batch split over all devices. For other layouts, place state and batch on the mesh of
+            `jstep.topology(name)`.
 
     Returns:
         A `Cost`, whose `str()` is a table. If the step does not fit into memory, `fits` is False.
 
     Raises:
         TypeError: `train_step` is not a function, or `state` is not a TrainState.
-        ValueError: State and batch are on different devices (JAX's error); or, with a `topology`, they are on a mesh
-            already or the rows do not divide over its devices.
+        ValueError: State and batch are on different devices (JAX's error); or, with a `topology`,
+            they are on a mesh already or the rows do not divide over its devices.
         ImportError: The compiler for the topology is not installed, or does not load.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep
         >>> optimizer = jstep.momentum(0.1, 0.9)
-        >>> train_step = jstep.minimize(lambda params, x: jnp.sum((x @ params["w"]) ** 2), optimizer)
-        >>> state = jax.eval_shape(lambda: jstep.TrainState.create({"w": jnp.zeros((512, 256))}, optimizer))
+        >>> train_step = jstep.minimize(lambda p, x: jnp.sum((x @ p["w"]) ** 2), optimizer)
+        >>> def make_state():
+        ...     return jstep.TrainState.create({"w": jnp.zeros((512, 256))}, optimizer)
+        >>> state = jax.eval_shape(make_state)
         >>> cost = jstep.cost(train_step, state, jax.ShapeDtypeStruct((64, 512), jnp.float32))
         >>> cost.params_bytes, cost.slots_bytes, cost.flops > 2 * 64 * 512 * 256 * 2
         (524288, 524288, True)
@@ -236,13 +253,19 @@ def compile_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
     peak = sizes["peak_bytes"]
     analysis = compiled.cost_analysis() or {}
     traffic = analysis.get("bytes accessed")
+    if traffic is not None:
+        # The traced program gives the operations, but not which results XLA fuses and never writes.
+        traffic = _scaled(traffic, work.nbytes_once, work.nbytes, devices)
     return Cost(
         **figures,
         **sizes,
         flops=_scaled(analysis.get("flops"), work.flops_once, work.flops, devices) + factorizations,
-        # The traced program gives the operations, but not which results XLA fuses and so never writes.
-        bytes_accessed=None if traffic is None else _scaled(traffic, work.nbytes_once, work.nbytes, devices),
-        warnings=(*_unplaced_batch(state, args), *_undonated(compiled, state), *_split_blocks(state)),
+        bytes_accessed=traffic,
+        warnings=(
+            *_unplaced_batch(state, args),
+            *_undonated(compiled, state),
+            *_split_blocks(state),
+        ),
         memory_bytes=memory,
         fits=None if memory is None or peak is None else peak <= memory,
     )
@@ -260,7 +283,9 @@ def _parse_too_large(error: Exception) -> _TooLarge | None:
     if match is None:
         return None
     needed, needed_unit, available, available_unit = match.groups()
-    return _TooLarge(int(float(needed) * _UNITS[needed_unit]), int(float(available) * _UNITS[available_unit]))
+    return _TooLarge(
+        int(float(needed) * _UNITS[needed_unit]), int(float(available) * _UNITS[available_unit])
+    )
 
 
 def _program_sizes(
@@ -276,7 +301,9 @@ def _program_sizes(
         # XLA's CPU compiler does not count host memory separately.
         host_results = bytes_per_device(compiled.out_info, host_memory=True)
         pairs = zip(jax.tree.leaves((state, *args)), _are_donated(compiled), strict=True)
-        donated = bytes_per_device([leaf for leaf, is_donated in pairs if is_donated], host_memory=True)
+        donated = bytes_per_device(
+            [leaf for leaf, is_donated in pairs if is_donated], host_memory=True
+        )
         arguments -= host_bytes
         outputs -= host_results
         alias -= min(donated, host_results, alias)
@@ -298,18 +325,20 @@ def _scaled(measured: float | None, once: float, total: float, devices: int) -> 
         devices: The number of devices.
     """
     if not measured or measured < 0.2 * once / devices:
-        # XLA does not know the cost of a library call (a matrix product on a GPU): use the traced program's figure.
+        # XLA does not know the cost of a library call (a matrix product on a GPU): use the traced
+        # program's figure.
         return total / devices
-    # The further iterations are divided among the devices, unless XLA's figure shows that the work is not divided.
+    # The further iterations are divided among the devices, unless XLA's figure shows that the work
+    # is not divided.
     is_divided = measured <= 0.9 * once
     return measured + (total - once) / (devices if is_divided else 1)
 
 
-# Memory of a program: the bytes of its arguments, and its peak from the memory analysis of XLA's compilers.
+# Memory of a program: the bytes of its arguments, and its peak by the analysis of XLA's compilers.
 
 
 def device_peak(memory_analysis: object) -> int | None:
-    """Return the peak memory of a program on each device, without host memory; None if it is not reported.
+    """Return a program's peak memory on each device, without host memory; None if not reported.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -317,11 +346,12 @@ def device_peak(memory_analysis: object) -> int | None:
         >>> device_peak(compiled.memory_analysis())
         2048
     """
-    # `peak_memory_in_bytes` counts all memories: device memory, the memory inside a TPU core (128 MiB of VMEM on v5e)
-    # and host memory in full. Arguments + results − aliased + temporaries counts device memory only, but some
-    # temporaries twice. Both are upper bounds; the smaller one was within 2 % of what the TPU compiler allocates, for
-    # programs of 50 MB to 12 GB. Newer versions of JAX report that figure directly. XLA's CPU compiler does not count
-    # host memory separately; the caller subtracts it.
+    # `peak_memory_in_bytes` counts all memories: device memory, the memory inside a TPU core (128
+    # MiB of VMEM on v5e) and host memory in full. Arguments + results − aliased + temporaries
+    # counts device memory only, but some temporaries twice. Both are upper bounds; the smaller one
+    # was within 2 % of what the TPU compiler allocates, for programs of 50 MB to 12 GB. Newer
+    # versions of JAX report that figure directly. XLA's CPU compiler does not count host memory
+    # separately; the caller subtracts it.
     device = _reported_sizes(memory_analysis, "")
     if device is None:
         return None
@@ -332,13 +362,14 @@ def device_peak(memory_analysis: object) -> int | None:
     if allocated > 0:
         bounds.append(allocated)
     elif live > 0 and host is not None:
-        # Host temporaries may be freed before the peak; host arguments and results exist from start to end.
+        # Host temporaries may be freed before the peak; host arguments and results exist from start
+        # to end.
         bounds.append(live - (host.argument + host.output - host.alias))
     return min(bounds)
 
 
 class _ReportedSizes(NamedTuple):
-    """Bytes of a program by the fields of XLA's memory analysis, such as `argument_size_in_bytes`."""
+    """Bytes of a program by field of XLA's memory analysis, such as `argument_size_in_bytes`."""
 
     argument: int
     output: int
@@ -347,7 +378,10 @@ class _ReportedSizes(NamedTuple):
 
 
 def _reported_sizes(memory_analysis: object, prefix: str) -> _ReportedSizes | None:
-    """Return the sizes in device memory, or those in host memory with the prefix "host_"; None if one is missing."""
+    """Return the sizes in device memory, or with prefix "host_" in host memory, or None.
+
+    None means that one is missing.
+    """
     sizes: list[int] = []
     for part in _ReportedSizes._fields:
         size = getattr(memory_analysis, f"{prefix}{part}_size_in_bytes", None)
@@ -358,7 +392,7 @@ def _reported_sizes(memory_analysis: object, prefix: str) -> _ReportedSizes | No
 
 
 def bytes_per_device(tree: Tree, *, host_memory: bool | None = None) -> int:
-    """The bytes per device of the leaves of a tree; with True or False, of those in host or in device memory."""
+    """The bytes per device of leaves; with True or False, of those in host or device memory."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         dtype = getattr(leaf, "dtype", None)
@@ -386,8 +420,9 @@ def _unplaced_batch(state: Tree, args: Sequence[Any]) -> list[str]:
     if mesh is None:
         return []
     return [
-        f"the batch is not on the mesh of the state, so each of its {mesh.size} devices gets all of it, as in train "
-        "without batch_sharding; place it, such as jstep.cost(train_step, state, jstep.shard_batch(batch, mesh))"
+        f"the batch is not on the mesh of the state, so each of its {mesh.size} devices gets all "
+        "of it, as in train without batch_sharding; place it, such as "
+        "jstep.cost(train_step, state, jstep.shard_batch(batch, mesh))"
     ]
 
 
@@ -399,14 +434,15 @@ def _unplaced_activations(state: TrainState, args: Sequence[Any], traced: object
         return []
     spec = f'"{axis}"' if isinstance(axis, str) else repr(axis).replace("'", '"')
     return [
-        "parameters are split over the axis of the batch, and the loss does not place its activations; if XLA reshards "
-        "them, temporaries grow with the number of devices. Keep their rows on their devices with, after the "
-        f"embedding, x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P({spec})))"
+        "parameters are split over the axis of the batch, and the loss does not place its "
+        "activations; if XLA reshards them, temporaries grow with the number of devices. Keep "
+        "their rows on their devices with, after the embedding, "
+        f"x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P({spec})))"
     ]
 
 
 def _batch_axis(args: Sequence[Any]) -> Any:
-    """Return the axis of the mesh, or a tuple of axes, over which the batch is split; None if it is not."""
+    """Return the mesh axis, or tuple of axes, over which the batch is split; None if it is not."""
     for leaf in jax.tree.leaves(args):
         for axis in _spec(leaf):
             if axis is not None:
@@ -425,7 +461,7 @@ def _spec(leaf: object) -> tuple[Any, ...]:
 
 
 def _undonated(compiled: Any, state: TrainState) -> list[str]:
-    # A step returns a new state: a tree of the same structure, alone or as the first element of a tuple.
+    # A step returns a new state: a tree of the same structure, alone or as the first of a tuple.
     result = compiled.out_info
     possible_states = [result, result[0]] if isinstance(result, tuple) and result else [result]
     if jax.tree.structure(state) not in map(jax.tree.structure, possible_states):
@@ -436,8 +472,9 @@ def _undonated(compiled: Any, state: TrainState) -> list[str]:
     if not undonated:
         return []
     return [
-        f"{format_bytes(undonated)} of the state is not donated, so that the old and the new state are both in memory: "
-        "use jstep.minimize(..., donate=True) or jax.jit(step, donate_argnums=0)"
+        f"{format_bytes(undonated)} of the state is not donated, so that the old and the new state "
+        "are both in memory: use jstep.minimize(..., donate=True) or "
+        "jax.jit(step, donate_argnums=0)"
     ]
 
 
@@ -457,6 +494,7 @@ def _split_blocks(state: TrainState) -> list[str]:
     if not split:
         return []
     return [
-        f"blocks of slots are split between devices ({format_list(split)}), which exchange codes for common scales in "
-        "each update: split these parameters along another axis, or give compact a smaller block"
+        f"blocks of slots are split between devices ({format_list(split)}), which exchange codes "
+        "for common scales in each update: split these parameters along another axis, or give "
+        "compact a smaller block"
     ]

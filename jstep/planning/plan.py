@@ -10,7 +10,15 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jstep.compiling.stages import as_stages, name_of_step
-from jstep.core.checks import as_int, as_number, describe_type, format_count, format_value, hook_name, truncate_path
+from jstep.core.checks import (
+    as_int,
+    as_number,
+    describe_type,
+    format_count,
+    format_value,
+    hook_name,
+    truncate_path,
+)
 from jstep.core.meshes import internal_transfers
 from jstep.core.tables import WIDTH, Tabular, columns, wrap_words
 from jstep.core.tracebacks import shortens_tracebacks
@@ -37,9 +45,11 @@ class Plan(Tabular):
         hyperparameters: Name → values at these steps, `[points]`.
         due: Hook, or the name of its class if it has no hash → the steps after which it is called.
         last_step: The step at which the run ends.
-        stages: First step of each stage → the name of its train step; empty if `train_step` was not given.
+        stages: First step of each stage → the name of its train step; empty if `train_step` was not
+            given.
         batch_size: First step of each batch size → rows of a batch; empty if unknown.
-        rows: Source → rows read from it by the last step, `"rows"` for plain batches; empty if unknown.
+        rows: Source → rows read from it by the last step, `"rows"` for plain batches; empty if
+            unknown.
         passes: Source → number of passes over it by the last step.
     """
 
@@ -98,7 +108,13 @@ class Plan(Tabular):
     def _words(self) -> list[tuple[str, list[str]]]:
         """Return the lines below the table: the name of each, and its words."""
         changing = self._changing()
-        words: dict[str, list[str]] = {"constant": [], "stages": [], "batch size": [], "rows": [], "weights": []}
+        words: dict[str, list[str]] = {
+            "constant": [],
+            "stages": [],
+            "batch size": [],
+            "rows": [],
+            "weights": [],
+        }
         for name, column in self.hyperparameters.items():
             if name not in changing:
                 words["constant"].append(f"{name} {_constant(column)}")
@@ -132,7 +148,7 @@ def plan(
     train_step: Callable[..., Any] | Mapping[int, Callable[..., Any]] | None = None,
     batches: Tree = None,
 ) -> Plan:
-    """Preview a run: hyperparameters at the steps from start to last_step − 1, and the steps at which hooks are due.
+    """Preview a run: hyperparameters at steps start to last_step − 1, and when hooks are due.
 
     Args:
         optimizer: An optimizer, a schedule, or a dict of schedules and numbers.
@@ -141,8 +157,8 @@ def plan(
         hooks: As for `train`. Hooks that are due only by time are left out.
         points: Number of steps to evaluate, evenly spaced, including the first and the last.
         train_step: As for `train`; adds the stages to the plan.
-        batches: As for `train`; adds batch sizes, weights, rows and passes, if made by `jstep.batches` or
-            `jstep.mixture`.
+        batches: As for `train`; adds batch sizes, weights, rows and passes, if made by
+            `jstep.batches` or `jstep.mixture`.
 
     Returns:
         A `Plan`, whose `str()` is a table.
@@ -153,7 +169,8 @@ def plan(
     Example:
         >>> import jstep
         >>> schedule = jstep.linear_warmup(jstep.cosine_decay(0.1, 1000), 100)
-        >>> plan = jstep.plan(jstep.adam(schedule), 1000, hooks=[jstep.LoggingHook(every_n_steps=250)], points=5)
+        >>> hook = jstep.LoggingHook(every_n_steps=250)
+        >>> plan = jstep.plan(jstep.adam(schedule), 1000, hooks=[hook], points=5)
         >>> print(plan)
         steps 0 to 999
         <BLANKLINE>
@@ -171,13 +188,18 @@ def plan(
     start = as_int(start, "start", 0)
     points = as_int(points, "points", 1)
     if start >= last_step:
-        raise ValueError(f"start={start}: must be before last_step={last_step}, or there is no step to run")
+        raise ValueError(
+            f"start={start}: must be before last_step={last_step}, or there is no step to run"
+        )
     if is_transformation(optimizer):
         optimizer = as_optimizer("optimizer", optimizer)
     functions = _functions(optimizer)
     dtype = jax.dtypes.canonicalize_dtype(np.int64)
     if last_step > np.iinfo(dtype).max:
-        raise ValueError(f"last_step={last_step}: must be at most {np.iinfo(dtype).max}, the last step of {dtype}")
+        raise ValueError(
+            f"last_step={last_step}: must be at most {np.iinfo(dtype).max}, the last step of "
+            f"{dtype}"
+        )
     steps = np.unique(np.linspace(start, last_step - 1, points).round().astype(np.int64))
     due: dict[Any, Any] = {}
     for hook in list_of_hooks(hooks):
@@ -201,24 +223,30 @@ def _functions(optimizer: Any) -> Any:
         values: dict[str, Any] = {}
         for name, value in optimizer.items():
             if not callable(value):
-                value = as_number(value, f"optimizer[{name!r}]", expected="a schedule or a number", finite=False)
+                value = as_number(
+                    value, f"optimizer[{name!r}]", expected="a schedule or a number", finite=False
+                )
             values[str(name)] = value
 
         def values_at(step: Any) -> dict[str, Any]:
-            return {name: value(step) if callable(value) else value for name, value in values.items()}
+            return {
+                name: value(step) if callable(value) else value for name, value in values.items()
+            }
 
         return values_at
     if callable(optimizer) and not isinstance(optimizer, type):
         return lambda step: {"schedule": optimizer(step)}
     raise TypeError(
-        f"optimizer={format_value(optimizer)}: must be an optimizer, a schedule or a dict of schedules, got "
-        f"{describe_type(optimizer)}"
+        f"optimizer={format_value(optimizer)}: must be an optimizer, a schedule or a dict of "
+        f"schedules, got {describe_type(optimizer)}"
     )
 
 
 def _values(function: Any, steps: Any, dtype: DTypeLike) -> dict[str, np.ndarray[Any, Any]]:
     """The values of a function at each step, compiled as in a train step if it can be."""
-    compiled = jax.jit(lambda step: {name: jnp.asarray(value) for name, value in function(step).items()})
+    compiled = jax.jit(
+        lambda step: {name: jnp.asarray(value) for name, value in function(step).items()}
+    )
     try:
         with internal_transfers():
             rows = jax.device_get([compiled(np.asarray(step, dtype)) for step in steps])
@@ -243,7 +271,9 @@ def _data(batches: Tree, start: int, last_step: int) -> dict[str, Any]:
         return {}
     stop = last_step if batches.is_endless else min(last_step, len(batches))
     if start >= stop:
-        raise ValueError(f"batches={format_value(batches)}: they end at step {stop}, before start={start}")
+        raise ValueError(
+            f"batches={format_value(batches)}: they end at step {stop}, before start={start}"
+        )
     size = batches.batch_size
     rows = batches.rows_before(stop)
     total = batches.num_rows
@@ -259,7 +289,7 @@ def _data(batches: Tree, start: int, last_step: int) -> dict[str, Any]:
 
 
 def _restrict(stages: Mapping[int, T], start: int, stop: int) -> dict[int, T]:
-    """Return what applies in the steps from start to stop, of first step → what applies from there on."""
+    """Return what applies from start to stop, of first step → what applies from there on."""
     current = max((first for first in stages if first <= start), default=0)
     return {first: value for first, value in stages.items() if current <= first < stop}
 
@@ -271,9 +301,10 @@ _MAX_LISTED = 64
 
 
 def call_steps(hook: Any, start: int, last_step: int) -> Any:
-    """Return the steps after which a hook is called, as a range or a tuple; None if it is never, or due by time only.
+    """Return the steps after which a hook is called: a range or a tuple, or None.
 
-    Of many steps, only the first are asked for: a tuple has at most `_MAX_LISTED`.
+    None means never, or only by time. Of many steps, only the first are asked for: a tuple has at
+    most `_MAX_LISTED`.
     """
     if isinstance(hook, StopAtStepHook):
         # Those at which it stops, not those at which it is called.
@@ -300,8 +331,10 @@ def call_steps(hook: Any, start: int, last_step: int) -> Any:
     if len(steps) == 1:
         return range(steps[0], steps[0] + 1)
     evenly = range(steps[0], last_step + 1, steps[1] - steps[0])
-    # Checked at both ends only, the first steps and the last interval, as a run may have millions of them.
-    if list(evenly[: len(steps)]) == steps and (len(evenly) < 2 or next_due(evenly[-2]) == evenly[-1]):
+    # Checked at both ends only, the first steps and the last interval, as a run may have millions
+    # of them.
+    has_steps = list(evenly[: len(steps)]) == steps
+    if has_steps and (len(evenly) < 2 or next_due(evenly[-2]) == evenly[-1]):
         return evenly
     return tuple(steps)
 

@@ -1,4 +1,4 @@
-"""Topologies of TPUs and GPUs: names, sizes and memory, and XLA's compilers on machines without these devices."""
+"""Topologies of TPUs and GPUs: names, sizes, memory, and XLA's compilers without such devices."""
 
 import contextlib
 import glob
@@ -34,8 +34,8 @@ GIB = 2**30
 class Tpu(NamedTuple):
     """A generation of TPUs; `memory` is what the compiler makes available to a program.
 
-    `largest` is in chips along each dimension, longest first. Never request a larger slice: the compiler aborts the
-    process or takes minutes.
+    `largest` is in chips along each dimension, longest first. Never request a larger slice: the
+    compiler aborts the process or takes minutes.
     """
 
     device_kind: str
@@ -74,8 +74,8 @@ class Gpu(NamedTuple):
     memory: int
 
 
-# XLA's specifications are in the folder `gpus`, from `xla/backends/gpu/target_config/specs` in github.com/openxla/xla,
-# which has more of them.
+# XLA's specifications are in the folder `gpus`, from `xla/backends/gpu/target_config/specs` in
+# github.com/openxla/xla, which has more of them.
 GPUS: Mapping[str, Gpu] = {
     "a100": Gpu("NVIDIA A100-SXM4-80GB", 85100068864),
     "h100": Gpu("NVIDIA H100 80GB HBM3", 84942979072),
@@ -86,11 +86,12 @@ GPUS: Mapping[str, Gpu] = {
 
 
 def target_config(name: str) -> str:
-    return importlib.resources.files("jstep.planning").joinpath("gpus", f"{name}.txtpb").read_text(encoding="utf-8")
+    file = importlib.resources.files("jstep.planning").joinpath("gpus", f"{name}.txtpb")
+    return file.read_text(encoding="utf-8")
 
 
 def device_memory(device: Any) -> int | None:
-    """Return the bytes of a device, real or of a topology, that programs may use; None if unknown."""
+    """Return the bytes that programs may use of a device, real or of a topology; else None."""
     if not is_compile_only(device):
         # A device of another process does not report its memory.
         is_own = device.process_index == device.client.process_index()
@@ -112,7 +113,7 @@ _EXAMPLES = "'v5e:2x4', 'v5p:4x4x4', 'v5e:4x4*2' (two slices) or 'h100:4x8' (hos
 
 
 class Name(NamedTuple):
-    """A topology; `sizes` are the chips of a TPU slice along each dimension, or hosts and GPUs per host."""
+    """A topology; `sizes` are a TPU slice's chips by dimension, or hosts and GPUs per host."""
 
     kind: str
     sizes: tuple[int, ...]
@@ -136,12 +137,15 @@ def parse_topology(name: str, argument: str = "name") -> Name:
     if match is None or not (match[1] in TPUS or match[1] in GPUS):
         kinds = ", ".join((*TPUS, *GPUS))
         raise ValueError(
-            f"{argument}={format_value(name)}: must be KIND:SIZE, such as {_EXAMPLES}; the kinds are {kinds}"
+            f"{argument}={format_value(name)}: must be KIND:SIZE, such as {_EXAMPLES}; the kinds "
+            f"are {kinds}"
         )
     kind = match[1]
     sizes = tuple(map(int, match[2].split("x")))
     slices = int(match[3] or 1)
-    expected = _expected_gpus(sizes, match[3]) if kind in GPUS else _expected_tpus(kind, sizes, slices)
+    expected = (
+        _expected_gpus(sizes, match[3]) if kind in GPUS else _expected_tpus(kind, sizes, slices)
+    )
     if expected is not None:
         raise ValueError(f"{argument}={name!r}: must be {expected}")
     if kind in GPUS and len(sizes) == 1:
@@ -167,8 +171,8 @@ def _expected_tpus(kind: str, sizes: tuple[int, ...], slices: int) -> str | None
     bounds = "x".join(map(str, largest))
     single = "x".join(["1"] * len(largest))
     return (
-        f"{kind}:{bounds} or smaller, in any order, the first two sizes even (or {kind}:{single}), with up to "
-        f"*{LARGEST_SLICES} slices"
+        f"{kind}:{bounds} or smaller, in any order, the first two sizes even (or {kind}:{single}), "
+        f"with up to *{LARGEST_SLICES} slices"
     )
 
 
@@ -178,26 +182,34 @@ def _expected_gpus(sizes: tuple[int, ...], slices: str | None) -> str | None:
     if has_form and 0 < sizes[-1] <= LARGEST_HOST and 0 < math.prod(sizes) <= LARGEST_CLUSTER:
         return None
     return (
-        f"the devices of one host (up to {LARGEST_HOST}), such as 'h100:8', or HOSTSxDEVICES, such as 'h100:4x8', with "
-        f"up to {LARGEST_CLUSTER} in all"
+        f"the devices of one host (up to {LARGEST_HOST}), such as 'h100:8', or HOSTSxDEVICES, such "
+        f"as 'h100:4x8', with up to {LARGEST_CLUSTER} in all"
     )
 
 
 # Compile-only meshes of TPU slices and GPU clusters.
 
 
-def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Sequence[AxisType] | None = None) -> Mesh:
+def topology(
+    name: str,
+    axes: Mapping[str, int] | None = None,
+    *,
+    axis_types: Sequence[AxisType] | None = None,
+) -> Mesh:
     """Return a compile-only mesh: a TPU slice or a GPU cluster that the machine does not have.
 
-    `TrainState.create`, `shard_state`, `shard_batch` and `fsdp_specs` accept such a mesh and return shapes, for `cost`
-    and for a step's `lower`, `trace` and `eval_shape`. Nothing can be executed on the mesh.
+    `TrainState.create`, `shard_state`, `shard_batch` and `fsdp_specs` accept such a mesh and return
+    shapes, for `cost` and for a step's `lower`, `trace` and `eval_shape`. Nothing can be executed
+    on the mesh.
 
     Args:
-        name: For TPUs, generation and chips: `"v5e:16x16"`, `"v5p:4x4x4"`; several slices with a star, `"v5e:4x4*2"`.
-            For GPUs, hosts and devices per host, `"h100:4x8"`, or the devices of one host, `"b200:8"`. The kinds are
-            v2, v3, v4, v5e, v5p, v6e, tpu7x; a100, h100, h200, b200.
-        axes: Axis name → size. The sizes must multiply to the number of devices; by default `"data"` has all of them.
-            With several slices, the first axis divisible by their number spans them.
+        name: For TPUs, generation and chips: `"v5e:16x16"`, `"v5p:4x4x4"`; several slices with a
+            star, `"v5e:4x4*2"`. For GPUs, hosts and devices per host, `"h100:4x8"`, or the devices
+            of one host, `"b200:8"`. The kinds are v2, v3, v4, v5e, v5p, v6e, tpu7x; a100, h100,
+            h200, b200.
+        axes: Axis name → size. The sizes must multiply to the number of devices; by default
+            `"data"` has all of them. With several slices, the first axis divisible by their number
+            spans them.
         axis_types: One type per axis, as in `jax.sharding.Mesh`; Auto by default.
 
     Returns:
@@ -205,9 +217,10 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The kind is unknown or does not come in this size, or the axes do not multiply to its devices.
-        ImportError: The compiler is not installed, or does not load: `pip install 'jstep[tpu]'` for TPUs,
-            `'jstep[aot-cuda]'` for GPUs.
+        ValueError: The kind is unknown or does not come in this size, or the axes do not multiply
+            to its devices.
+        ImportError: The compiler is not installed, or does not load: `pip install 'jstep[tpu]'` for
+            TPUs, `'jstep[aot-cuda]'` for GPUs.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep
@@ -217,20 +230,28 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
         >>> print(jstep.cost(train_step, state, jstep.shard_batch(batch, mesh)))  # doctest: +SKIP
 
     Note:
-        Sets some environment variables of these compilers, unless they are set already or the machine has such devices.
-        TPUs before v4, and tpu7x, have two devices per chip, all others one.
+        Sets some environment variables of these compilers, unless they are set already or the
+        machine has such devices. TPUs before v4, and tpu7x, have two devices per chip, all others
+        one.
     """
     wanted = parse_topology(name)
     count = wanted.device_count()
-    axes = as_mapping({"data": count} if axes is None else axes, "axes", "such as {'data': 64, 'model': 4}")
-    sizes = {as_string(name, "axes"): as_int(size, f"axes[{name!r}]", 1) for name, size in axes.items()}
+    axes = as_mapping(
+        {"data": count} if axes is None else axes, "axes", "such as {'data': 64, 'model': 4}"
+    )
+    sizes = {
+        as_string(name, "axes"): as_int(size, f"axes[{name!r}]", 1) for name, size in axes.items()
+    }
     if math.prod(sizes.values()) != count:
-        raise ValueError(f"axes={format_value(axes)}: must multiply to {count}, the devices of {wanted}")
+        raise ValueError(
+            f"axes={format_value(axes)}: must multiply to {count}, the devices of {wanted}"
+        )
     # The axis that spans the slices is the first one divisible by their number.
     divisible = [dim for dim, size in enumerate(sizes.values()) if size % wanted.slices == 0]
     if not divisible:
         raise ValueError(
-            f"axes={sizes}: one axis must be a multiple of the {wanted.slices} slices of {wanted}, which it spans"
+            f"axes={sizes}: one axis must be a multiple of the {wanted.slices} slices of {wanted}, "
+            "which it spans"
         )
     spanning = divisible[0]
     # The sizes within a slice, and the numbers of slices, along each axis.
@@ -251,11 +272,14 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
 # Placing state and batch on the devices of a topology.
 
 
-def place(name: str, train_step: Any, state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the shapes of a replicated state, and of a batch whose rows are split over all devices of a topology."""
+def place(
+    name: str, train_step: Any, state: TrainState, args: tuple[Any, ...]
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return the shapes of a replicated state and of a batch split by rows over a topology."""
     if mesh_of((state, args)) is not None:
         raise ValueError(
-            f"topology={name!r}: state and batch are on a mesh already; place them on jstep.topology({name!r}, axes)"
+            f"topology={name!r}: state and batch are on a mesh already; place them on "
+            f"jstep.topology({name!r}, axes)"
         )
     mesh = topology(name)
     (axis,) = mesh.axis_names
@@ -270,8 +294,8 @@ def place(name: str, train_step: Any, state: TrainState, args: tuple[Any, ...]) 
             return trees.shape_of(leaf, NamedSharding(mesh, PartitionSpec()))
         if shape[row_axis] % mesh.size:
             raise ValueError(
-                f"topology={name!r}: the batch's leaf {trees.path_str(keys)!r} must have a multiple of {mesh.size} "
-                f"rows, got {shape[row_axis]}"
+                f"topology={name!r}: the batch's leaf {trees.path_str(keys)!r} must have a "
+                f"multiple of {mesh.size} rows, got {shape[row_axis]}"
             )
         return trees.shape_of(leaf, NamedSharding(mesh, PartitionSpec(*[None] * row_axis, axis)))
 
@@ -279,7 +303,7 @@ def place(name: str, train_step: Any, state: TrainState, args: tuple[Any, ...]) 
 
 
 def shapes_if_elsewhere(state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return shapes for the arrays that are not on the mesh of state or batch, if that only compiles."""
+    """Return shapes for arrays that are not on the mesh of state or batch, if it only compiles."""
     if not any(map(compiles_only, map(mesh_of, (state, *args)))):
         return state, args
 
@@ -290,21 +314,25 @@ def shapes_if_elsewhere(state: TrainState, args: tuple[Any, ...]) -> tuple[Any, 
     return jax.tree.map(here, state), jax.tree.map(here, args)
 
 
-# Loading XLA's TPU and GPU compilers on a machine without these devices, and listing compile-only devices.
+# Loading XLA's TPU and GPU compilers on a machine without these devices, and listing compile-only
+# devices.
 
-# The devices of each topology are made once, so that equal calls of `topology` return equal meshes. A thread that adds
-# some holds the lock.
+# The devices of each topology are made once, so that equal calls of `topology` return equal meshes.
+# A thread that adds some holds the lock.
 _lock = threading.Lock()
 _made: dict[Name, Sequence[Any]] = {}
 
 _SETTINGS_WITHOUT_TPUS = {
     "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to query
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # this and the next only keep libtpu from writing to stderr
+    # This and the next only keep libtpu from writing to stderr.
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile together; if they share TPUs this may crash
+    # Several processes may compile together; if they share TPUs this may crash.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 _SETTINGS_WITHOUT_GPUS = {
-    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"  # else the plugin requires cuDNN, which only running needs
+    # Otherwise the plugin requires cuDNN, which only running needs.
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"
 }
 
 
@@ -349,7 +377,9 @@ def _tpus(name: Name) -> Sequence[Any]:
     if name.slices > 1:
         options["num_slices"] = name.slices
     size = "x".join(map(str, name.sizes))
-    description = topologies.get_topology_desc(platform="tpu", topology_name=f"{name.kind}:{size}", **options)
+    description = topologies.get_topology_desc(
+        platform="tpu", topology_name=f"{name.kind}:{size}", **options
+    )
     return tuple(description.devices)
 
 
@@ -358,7 +388,9 @@ def _gpus(name: Name) -> Sequence[Any]:
 
     def make() -> Sequence[Any]:
         options = {"target_config": target_config(name.kind), "topology": f"1x{size}"}
-        return tuple(topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices)
+        return tuple(
+            topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices
+        )
 
     try:
         return make()
@@ -369,7 +401,7 @@ def _gpus(name: Name) -> Sequence[Any]:
 
 
 def prepare() -> None:
-    """Set the environment variables that the compilers read when loaded, unless the devices exist."""
+    """Set environment variables that the compilers read when loaded, unless devices exist."""
     settings: dict[str, str] = {}
     if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):
         settings |= _SETTINGS_WITHOUT_TPUS
@@ -381,7 +413,11 @@ def prepare() -> None:
 
 def _plugins() -> list[str]:
     """Return the installed CUDA plugins, the newest first."""
-    return [module for module in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12") if _find_spec(module)]
+    return [
+        module
+        for module in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+        if _find_spec(module)
+    ]
 
 
 def _find_spec(module: str) -> Any:

@@ -17,22 +17,23 @@ from jstep.queues.queues import CancelledError
 
 log = logging.getLogger(__name__)
 
-# Waits are split into slices, so that Ctrl-C works on every platform, and a stop that a signal handler
-# requests between a check and the wait is noticed one slice later.
+# Waits are split into slices, so that Ctrl-C works on every platform, and a stop that a signal
+# handler requests between a check and the wait is noticed one slice later.
 _SLICE_SECS = 0.05
 
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
 class Coordinator:
-    """A coordinator that stops threads together, and raises the first error among them in the thread that joins.
+    """A coordinator that stops threads together.
 
-    Only the first request to stop counts; later exceptions are logged. An exception of a clean-stop type stops the
-    threads and is not raised.
+    It raises the first error among them in the thread that joins. Only the first request to stop
+    counts; later exceptions are logged. An exception of a clean-stop type stops the threads and is
+    not raised.
 
     Args:
-        clean_stop_exception_types: Exception types that end a run without an error; by default `(OutOfRangeError,)`,
-            the end of a closed queue.
+        clean_stop_exception_types: Exception types that end a run without an error; by default
+            `(OutOfRangeError,)`, the end of a closed queue.
 
     Example:
         >>> import threading, jstep
@@ -50,11 +51,17 @@ class Coordinator:
     Source: `tf.train.Coordinator`.
     """
 
-    def __init__(self, clean_stop_exception_types: Iterable[type[BaseException]] | None = None) -> None:
-        types: Any = (OutOfRangeError,) if clean_stop_exception_types is None else clean_stop_exception_types
+    def __init__(
+        self, clean_stop_exception_types: Iterable[type[BaseException]] | None = None
+    ) -> None:
+        types: Any = (
+            (OutOfRangeError,) if clean_stop_exception_types is None else clean_stop_exception_types
+        )
         clean_types = tuple(types) if isinstance(types, Iterable) else (types,)
         if not all(isinstance(t, type) and issubclass(t, BaseException) for t in clean_types):
-            raise TypeError(f"clean_stop_exception_types={format_value(types)}: must be exception types")
+            raise TypeError(
+                f"clean_stop_exception_types={format_value(types)}: must be exception types"
+            )
         self._clean_stop_types = clean_types
         # Reentrant: a signal handler may request a stop while the main thread holds the lock.
         self._changed = threading.Condition(threading.RLock())
@@ -68,11 +75,13 @@ class Coordinator:
         """Request all threads to stop; `should_stop` returns True from now on.
 
         Args:
-            ex: The error that caused the request, if any: an exception, or `sys.exc_info()`. Only the first request
-                counts: `join` raises its exception. Clean-stop types count as None.
+            ex: The error that caused the request, if any: an exception, or `sys.exc_info()`. Only
+                the first request counts: `join` raises its exception. Clean-stop types count as
+                None.
 
         Raises:
-            BaseException: `ex` itself, if the coordinator was joined already, because no later `join` would raise it.
+            BaseException: `ex` itself, if the coordinator was joined already, because no later
+                `join` would raise it.
             TypeError: `ex` is not an exception; no stop is requested.
         """
         exc_info = _as_exc_info(ex)
@@ -100,8 +109,10 @@ class Coordinator:
         return self._stopped
 
     def wait_for_stop(self, timeout: float | None = None) -> bool:
-        """Wait until a stop is requested or the timeout in seconds is over; return whether it was requested."""
-        secs = math.inf if timeout is None else as_number(timeout, "timeout", finite=False, meaning="seconds, or None")
+        """Wait until a stop is requested, at most `timeout` seconds; return whether it was."""
+        secs = math.inf
+        if timeout is not None:
+            secs = as_number(timeout, "timeout", finite=False, meaning="seconds, or None")
         deadline = time.monotonic() + secs
         with self._changed:
             while not self._stopped and (left := deadline - time.monotonic()) > 0:
@@ -109,7 +120,7 @@ class Coordinator:
             return self._stopped
 
     def clear_stop(self) -> None:
-        """Clear the stop, its exception and an earlier `join`, so that the coordinator can be reused.
+        """Clear the stop, its exception and an earlier `join`, to reuse the coordinator.
 
         Registered threads that were not joined stay registered.
         """
@@ -119,7 +130,7 @@ class Coordinator:
 
     @contextlib.contextmanager
     def stop_on_exception(self) -> Iterator[None]:
-        """A context manager that suppresses an exception inside it and calls `request_stop` with it."""
+        """A context manager that suppresses an exception and calls `request_stop` with it."""
         try:
             yield
         except BaseException as ex:
@@ -131,7 +142,7 @@ class Coordinator:
             self._threads.add(_as_thread(thread, "thread"))
 
     def call_on_stop(self, callback: Callable[[], object]) -> None:
-        """Call `callback()` once when a stop is requested, or immediately if it was requested already.
+        """Call `callback()` once when a stop is requested, or immediately if it already was.
 
         Callbacks wake blocked threads: a `QueueRunner` closes its queue in one.
         """
@@ -155,20 +166,29 @@ class Coordinator:
         Args:
             threads: More threads than the registered ones.
             stop_grace_period_secs: Seconds for threads to end after a stop was requested.
-            ignore_live_threads: Whether threads that are alive after the grace period are only logged.
+            ignore_live_threads: Whether threads that are alive after the grace period are only
+                logged.
 
         Raises:
-            BaseException: The exception that was passed with the request to stop, with its traceback.
+            BaseException: The exception that was passed with the request to stop, with its
+                traceback.
             RuntimeError: Threads are alive after the grace period; or one is the current thread.
             TypeError: `threads` is not a list of threads, or another argument is of the wrong type.
             ValueError: `stop_grace_period_secs` is negative.
         """
         grace_secs = as_number(
-            stop_grace_period_secs, "stop_grace_period_secs", low=0, finite=False, meaning="seconds, 0 for no grace"
+            stop_grace_period_secs,
+            "stop_grace_period_secs",
+            low=0,
+            finite=False,
+            meaning="seconds, 0 for no grace",
         )
         ignore_live_threads = as_bool(ignore_live_threads, "ignore_live_threads")
         if isinstance(threads, threading.Thread) or not isinstance(threads, Iterable | None):
-            raise TypeError(f"threads={format_value(threads)}: must be a list of threads, got {describe_type(threads)}")
+            raise TypeError(
+                f"threads={format_value(threads)}: must be a list of threads, got "
+                f"{describe_type(threads)}"
+            )
         passed = {_as_thread(thread, f"threads[{i}]") for i, thread in enumerate(threads or ())}
         self._wait_for_end(passed, grace_secs)
         with self._changed:
@@ -181,8 +201,10 @@ class Coordinator:
         self.raise_requested_exception()
         if alive and not ignore_live_threads:
             raise RuntimeError(
-                f"{still}; let them check coord.should_stop(). A thread that waits in queue.enqueue(…) does not: call "
-                "queue.close(cancel_pending_enqueues=True) before join. ignore_live_threads=True leaves them running"
+                f"{still}; let them check coord.should_stop(). A thread that waits in "
+                "queue.enqueue(…) does not: call "
+                "queue.close(cancel_pending_enqueues=True) before join. ignore_live_threads=True "
+                "leaves them running"
             )
 
     def _wait_for_end(self, passed: set[threading.Thread], grace_secs: float) -> None:
@@ -192,7 +214,8 @@ class Coordinator:
             with self._changed:
                 threads = passed | self._threads
             if self._exc_info:
-                threads -= {threading.current_thread()}  # raising the error matters more than reporting misuse
+                # Raising the error matters more than reporting misuse.
+                threads -= {threading.current_thread()}
             alive = next((t for t in threads if t.is_alive()), None)
             if alive is None:
                 return
@@ -201,7 +224,8 @@ class Coordinator:
             left = math.inf if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 return
-            join_thread(alive, min(left, _SLICE_SECS))  # after Ctrl-C, the next `join` waits for the thread, too
+            # After Ctrl-C, the next `join` waits for the thread, too.
+            join_thread(alive, min(left, _SLICE_SECS))
 
     @property
     def joined(self) -> bool:
@@ -230,5 +254,8 @@ def _as_exc_info(ex: object) -> ExcInfo | None:
 
 def _as_thread(thread: object, argument: str) -> threading.Thread:
     if not isinstance(thread, threading.Thread):
-        raise TypeError(f"{argument}={format_value(thread)}: must be a threading.Thread, got {describe_type(thread)}")
+        raise TypeError(
+            f"{argument}={format_value(thread)}: must be a threading.Thread, got "
+            f"{describe_type(thread)}"
+        )
     return thread

@@ -20,23 +20,25 @@ _collections_lock = threading.Lock()
 class QueueRunner:
     """Threads that feed a queue, one for each enqueue op.
 
-    An op is called repeatedly until it raises OutOfRangeError or StopIteration. The queue is closed when all ops have
-    ended, also by an error.
+    An op is called repeatedly until it raises OutOfRangeError or StopIteration. The queue is closed
+    when all ops have ended, also by an error.
 
-    With a Coordinator, an error of an op stops all its threads and is raised by `coord.join`; when the coordinator
-    stops, the queue is closed and waiting enqueues are cancelled. Without one, errors are logged and collected in
-    `exceptions_raised`. In both cases the error is the cause of the OutOfRangeError that the consumer gets at the end.
+    With a Coordinator, an error of an op stops all its threads and is raised by `coord.join`; when
+    the coordinator stops, the queue is closed and waiting enqueues are cancelled. Without one,
+    errors are logged and collected in `exceptions_raised`. In both cases the error is the cause of
+    the OutOfRangeError that the consumer gets at the end.
 
-    Each thread runs in a copy of the context of the thread that starts it: context variables and JAX's settings
-    (`jax.enable_x64`, `jax.set_mesh`, …). Threads do not keep the process alive: when the main thread ends, an op that
-    waits on a queue is cancelled, also with `daemon=False`.
+    Each thread runs in a copy of the context of the thread that starts it: context variables and
+    JAX's settings (`jax.enable_x64`, `jax.set_mesh`, …). Threads do not keep the process alive:
+    when the main thread ends, an op that waits on a queue is cancelled, also with `daemon=False`.
 
     Args:
         queue: The queue that the ops feed.
         enqueue_ops: Callables without arguments, each of which enqueues something.
 
     Raises:
-        TypeError: `queue` is not a queue of jstep, `enqueue_ops` is empty, or an op is not callable.
+        TypeError: `queue` is not a queue of jstep, `enqueue_ops` is empty, or an op is not
+            callable.
 
     Example:
         >>> import jstep
@@ -54,15 +56,19 @@ class QueueRunner:
     """
 
     @shortens_tracebacks
-    def __init__(self, queue: FIFOQueue | RandomShuffleQueue, enqueue_ops: Sequence[Callable[[], object]]) -> None:
+    def __init__(
+        self, queue: FIFOQueue | RandomShuffleQueue, enqueue_ops: Sequence[Callable[[], object]]
+    ) -> None:
         if not isinstance(queue, FIFOQueue | RandomShuffleQueue):
             raise TypeError(
-                f"queue={format_value(queue)}: must be a FIFOQueue or a RandomShuffleQueue, got {describe_type(queue)}"
+                f"queue={format_value(queue)}: must be a FIFOQueue or a RandomShuffleQueue, got "
+                f"{describe_type(queue)}"
             )
         ops = tuple(enqueue_ops) if isinstance(enqueue_ops, Iterable) else ()
         if not ops or not all(map(callable, ops)):
             raise TypeError(
-                f"enqueue_ops={format_value(enqueue_ops)}: must be a list of functions that enqueue, one per thread"
+                f"enqueue_ops={format_value(enqueue_ops)}: must be a list of functions that "
+                "enqueue, one per thread"
             )
         self._queue = queue
         self._ops = ops
@@ -82,7 +88,7 @@ class QueueRunner:
             return list(self._exceptions)
 
     def is_running(self) -> bool:
-        """Return whether threads of an earlier `create_threads` have not ended, or not been started, yet."""
+        """Return whether threads of an earlier `create_threads` have not started or not ended."""
         return any(t.is_alive() or t.ident is None for t in self._threads)
 
     @shortens_tracebacks
@@ -93,7 +99,8 @@ class QueueRunner:
 
         Args:
             coord: The Coordinator that the threads report to and stop with.
-            daemon: Whether the process may exit in the middle of an op; otherwise it waits for the op in progress.
+            daemon: Whether the process may exit in the middle of an op; otherwise it waits for the
+                op in progress.
             start: Whether to start the threads; if not, call `start()` on each.
 
         Raises:
@@ -104,7 +111,9 @@ class QueueRunner:
         start = as_bool(start, "start")
         with self._lock:
             if self.is_running():
-                raise RuntimeError("create_threads: threads of an earlier call have not ended; join them first")
+                raise RuntimeError(
+                    "create_threads: threads of an earlier call have not ended; join them first"
+                )
             self._exceptions = []
             self._coord = coord
             self._left = len(self._ops)
@@ -133,10 +142,12 @@ class QueueRunner:
         except StopIteration:
             pass
         except OutOfRangeError as ex:
-            if ex.__cause__:  # the op's input failed: pass the cause on to the consumers of this queue
+            if ex.__cause__:
+                # The op's input failed: pass the cause on to the consumers of this queue.
                 self._queue.fail(ex.__cause__)
         except CancelledError as ex:
-            # An open queue cancels nothing, unless the main thread has ended: the op used another queue.
+            # An open queue cancels nothing, unless the main thread has ended: the op used another
+            # queue.
             if not self._queue.is_closed() and threading.main_thread().is_alive():
                 self._report(ex)
         except BaseException as ex:
@@ -172,7 +183,8 @@ def add_queue_runner(qr: QueueRunner, collection: str = QUEUE_RUNNERS) -> None:
     Example:
         >>> import jstep
         >>> queue = jstep.FIFOQueue(capacity=10)
-        >>> jstep.add_queue_runner(jstep.QueueRunner(queue, [lambda: queue.enqueue("a")]), "letters")
+        >>> runner = jstep.QueueRunner(queue, [lambda: queue.enqueue("a")])
+        >>> jstep.add_queue_runner(runner, "letters")
         >>> coord = jstep.Coordinator()
         >>> len(jstep.start_queue_runners(coord, collection="letters"))
         1
@@ -189,7 +201,10 @@ def add_queue_runner(qr: QueueRunner, collection: str = QUEUE_RUNNERS) -> None:
 
 @shortens_tracebacks
 def start_queue_runners(
-    coord: Coordinator | None = None, daemon: bool = True, start: bool = True, collection: str = QUEUE_RUNNERS
+    coord: Coordinator | None = None,
+    daemon: bool = True,
+    start: bool = True,
+    collection: str = QUEUE_RUNNERS,
 ) -> list[threading.Thread]:
     """Start the runners of a collection, except those that are running.
 
@@ -202,7 +217,8 @@ def start_queue_runners(
         All created threads.
 
     Raises:
-        TypeError: `coord` is not a Coordinator, `collection` is not a string, or another argument is not a bool.
+        TypeError: `coord` is not a Coordinator, `collection` is not a string, or another argument
+            is not a bool.
 
     Example:
         >>> import jstep
@@ -218,14 +234,19 @@ def start_queue_runners(
     with _collections_lock:
         runners = list(_open_runners(collection))
     if not runners:
-        log.warning("start_queue_runners: there are no queue runners in the collection %r.", collection)
+        log.warning(
+            "start_queue_runners: there are no queue runners in the collection %r.", collection
+        )
     idle = [qr for qr in runners if not qr.is_running()]
     return [thread for qr in idle for thread in qr.create_threads(coord, daemon, start)]
 
 
 def _check_coordinator(coord: object) -> None:
     if not (coord is None or isinstance(coord, Coordinator)):
-        raise TypeError(f"coord={format_value(coord)}: must be a Coordinator or None, got {describe_type(coord)}")
+        raise TypeError(
+            f"coord={format_value(coord)}: must be a Coordinator or None, got "
+            f"{describe_type(coord)}"
+        )
 
 
 def _open_runners(collection: object) -> list[QueueRunner]:

@@ -44,11 +44,12 @@ class CancelledError(QueueError):
 # not keep the process alive.
 runner_thread = threading.local()
 
-# Waiting threads poll at this interval: the main thread may have ended, or a signal handler may have
-# changed the queue on this thread between its last check and its wait.
+# Waiting threads poll at this interval: the main thread may have ended, or a signal handler may
+# have changed the queue on this thread between its last check and its wait.
 _POLL_SECS = 0.25
 
-# A dequeue that has waited so long for the very first element says so: most likely nothing feeds the queue.
+# A dequeue that has waited so long for the very first element says so: most likely nothing feeds
+# the queue.
 _WARN_SECS = 10.0
 
 
@@ -63,24 +64,30 @@ def _empty_batch_of(element: object) -> tuple[Any, ...]:
 class BoundedQueue:
     """A bounded queue; subclasses choose the next element.
 
-    The elements are `_items`, in order of arrival, and `_pool`, which a subclass has taken out of it. `enqueue` and
-    `dequeue` write out `size()`, which would take the lock once more for each element.
+    The elements are `_items`, in order of arrival, and `_pool`, which a subclass has taken out of
+    it. `enqueue` and `dequeue` write out `size()`, which would take the lock once more for each
+    element.
     """
 
     def __init__(self, capacity: int, min_after_dequeue: int = 0) -> None:
         self._capacity = as_int(capacity, "capacity", 1, "the number of elements the queue holds")
         self._min_after = as_int(min_after_dequeue, "min_after_dequeue", 0)
         if self._min_after >= self._capacity:
-            raise ValueError(f"min_after_dequeue={self._min_after}: must be less than capacity={self._capacity}")
+            raise ValueError(
+                f"min_after_dequeue={self._min_after}: must be less than capacity={self._capacity}"
+            )
         self._items: deque[Any] = deque()
         self._pool: list[Any] = []
         self._empty_batch: tuple[Any, ...] | None = None  # of shapes; None before the first element
-        # Guards everything. Reentrant: a signal handler may close the queue while the main thread holds it.
+        # Guards everything. Reentrant: a signal handler may close the queue while the main thread
+        # holds it.
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
         self._waiting = 0  # threads that wait for a change
-        self._collecting = 0  # elements that the dequeue_many in progress waits for; other dequeues wait for its end
-        self._adding = 0  # elements that the enqueue_many in progress waits to add; other enqueues wait for its end
+        # Elements that the dequeue_many in progress waits for; other dequeues wait for its end.
+        self._collecting = 0
+        # Elements that the enqueue_many in progress waits to add; other enqueues wait for its end.
+        self._adding = 0
         self._pending = 0  # enqueues that wait for room
         self._room = self._capacity  # enqueues wait from this size on
         self._closed: bool = False
@@ -104,8 +111,8 @@ class BoundedQueue:
             element: Any pytree. The queue stores the object itself, not a copy.
 
         Raises:
-            CancelledError: The queue is closed, or was closed with `cancel_pending_enqueues` during the wait. The
-                element was not added.
+            CancelledError: The queue is closed, or was closed with `cancel_pending_enqueues` during
+                the wait. The element was not added.
         """
         with self._mutex:
             if self._closed or self._adding or len(self._items) + len(self._pool) >= self._room:
@@ -118,26 +125,32 @@ class BoundedQueue:
     def enqueue_many(self, elements: object) -> None:
         """Add the rows of stacked elements, in order; wait until there is room for all of them.
 
-        All rows are added, with no element of another thread between them, or none. Later enqueues wait until this one
-        returns. If no dequeue can make that room, because it waits for more elements itself (`dequeue_many`,
-        `min_after_dequeue`), the rows are added immediately, and the queue temporarily exceeds its capacity.
+        All rows are added, with no element of another thread between them, or none. Later enqueues
+        wait until this one returns. If no dequeue can make that room, because it waits for more
+        elements itself (`dequeue_many`, `min_after_dequeue`), the rows are added immediately, and
+        the queue temporarily exceeds its capacity.
 
-        TensorFlow adds rows one by one as room becomes available, so there may be more rows than the capacity.
+        TensorFlow adds rows one by one as room becomes available, so there may be more rows than
+        the capacity.
 
         Args:
-            elements: A tree of arrays whose leading axes have the same size, which may be 0. The queue stores copies of
-                the rows.
+            elements: A tree of arrays whose leading axes have the same size, which may be 0. The
+                queue stores copies of the rows.
 
         Raises:
-            CancelledError: The queue is closed, or was closed with `cancel_pending_enqueues` during the wait. No
-                element was added.
-            ValueError: There are more rows than the capacity; or leading axes are missing, or differ in size.
+            CancelledError: The queue is closed, or was closed with `cancel_pending_enqueues` during
+                the wait. No element was added.
+            ValueError: There are more rows than the capacity; or leading axes are missing, or
+                differ in size.
         """
         with internal_transfers():
             rows = unstack_trees(elements, "elements")
         n = len(rows)
         if n > self._capacity:
-            raise ValueError(f"elements has {n} rows: must be at most {self._capacity}, the capacity of the queue")
+            raise ValueError(
+                f"elements has {n} rows: must be at most {self._capacity}, the "
+                "capacity of the queue"
+            )
         if not n:
             return
         with self._mutex:
@@ -164,30 +177,32 @@ class BoundedQueue:
             return element
 
     def dequeue_many(self, n: int) -> Any:
-        """Remove n consecutive elements and return them stacked leaf by leaf; wait until there are n.
+        """Remove n consecutive elements and return them stacked leaf by leaf.
 
-        Either n elements are removed or none. Later dequeues wait until this one returns. If n exceeds the capacity,
-        the queue temporarily exceeds it.
+        Wait until there are n. Either n elements are removed or none. Later dequeues wait until
+        this one returns. If n exceeds the capacity, the queue temporarily exceeds it.
 
         Args:
-            n: The number of elements. 0 returns an empty batch with the dtypes and shapes of the first enqueued
-                element.
+            n: The number of elements. 0 returns an empty batch with the dtypes and shapes of the
+                first enqueued element.
 
         Returns:
-            A tree like an element, whose leaves have a new leading axis of size n: JAX arrays if all stacked leaves are
-            JAX arrays, otherwise NumPy arrays.
+            A tree like an element, whose leaves have a new leading axis of size n: JAX arrays if
+            all stacked leaves are JAX arrays, otherwise NumPy arrays.
 
         Raises:
-            OutOfRangeError: The queue is closed and holds fewer than n elements. They stay: remove them with `dequeue`
-                or `dequeue_up_to(n)`.
-            ValueError: n is negative, or 0 before any element was enqueued; or the elements differ in structure, shape
-                or dtype, and stay in the queue.
+            OutOfRangeError: The queue is closed and holds fewer than n elements. They stay: remove
+                them with `dequeue` or `dequeue_up_to(n)`.
+            ValueError: n is negative, or 0 before any element was enqueued; or the elements differ
+                in structure, shape or dtype, and stay in the queue.
         """
         n = as_int(n, "n", 0, "the number of elements to stack")
         return self._dequeue_batch(n, f"dequeue_many(n={n})", fewest=n)
 
     def dequeue_up_to(self, n: int) -> Any:
-        """Remove n consecutive elements, or the rest of a closed queue, and return them as `dequeue_many` does.
+        """Remove n consecutive elements, or the rest of a closed queue.
+
+        Return them as `dequeue_many` does.
 
         Args:
             n: The maximum number of elements.
@@ -220,11 +235,11 @@ class BoundedQueue:
             raise
 
     def close(self, cancel_pending_enqueues: bool = False) -> None:
-        """Close the queue: further enqueues fail, dequeues drain the remaining elements and then fail.
+        """Close the queue: further enqueues fail, dequeues drain the remaining elements, then fail.
 
         Args:
-            cancel_pending_enqueues: Whether enqueues that wait for room fail too; by default they complete as room
-                becomes available.
+            cancel_pending_enqueues: Whether enqueues that wait for room fail too; by default they
+                complete as room becomes available.
         """
         cancel = as_bool(cancel_pending_enqueues, "cancel_pending_enqueues")
         with self._mutex:
@@ -233,7 +248,10 @@ class BoundedQueue:
             self._wake()
 
     def fail(self, exception: BaseException) -> None:
-        """Record why input is missing, as the cause of a later OutOfRangeError; the first call counts."""
+        """Record why input is missing, as the cause of a later OutOfRangeError.
+
+        The first call counts.
+        """
         with self._mutex:
             self._failure = self._failure or exception
 
@@ -251,12 +269,15 @@ class BoundedQueue:
                 if self._has_ended():
                     self._refuse(0)
                 raise ValueError(
-                    "n=0: an empty batch is made like the first element; none that can be stacked was there"
+                    "n=0: an empty batch is made like the first "
+                    "element; none that can be stacked was there"
                 )
             (batch,) = self._empty_batch
 
         def made(leaf: object) -> Any:
-            return jnp.empty(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                return jnp.empty(leaf.shape, leaf.dtype)
+            return leaf
 
         with internal_transfers():
             return jax.tree.map(made, batch)
@@ -285,8 +306,9 @@ class BoundedQueue:
             return
         self._has_warned = True
         logger.warning(
-            "%s: a dequeue has waited for %g s, and no element was ever enqueued. Start what feeds the queue: "
-            "jstep.start_queue_runners(coord), or runner.create_threads(coord, start=True)",
+            "%s: a dequeue has waited for %g s, and no element was ever enqueued. Start what "
+            "feeds the queue: jstep.start_queue_runners(coord), or "
+            "runner.create_threads(coord, start=True)",
             type(self).__name__,
             _WARN_SECS,
         )
@@ -296,10 +318,14 @@ class BoundedQueue:
             self._changed.notify_all()
 
     def _can_add(self) -> bool:
-        return self._cancelled or (not self._adding and len(self._items) + len(self._pool) < self._room)
+        return self._cancelled or (
+            not self._adding and len(self._items) + len(self._pool) < self._room
+        )
 
     def _can_take(self) -> bool:
-        return not self._collecting and (len(self._items) + len(self._pool) > self._min_after or self._has_ended())
+        return not self._collecting and (
+            len(self._items) + len(self._pool) > self._min_after or self._has_ended()
+        )
 
     def _wait_to_add(self, wait: Callable[..., None], *args: Any) -> None:
         """Wait for room by `wait(*args)`. A closed queue has not ended while a thread waits here.
@@ -319,7 +345,9 @@ class BoundedQueue:
             if self._has_ended():
                 self._wake()
         if self._cancelled:
-            raise CancelledError(f"{name} was closed while this enqueue waited for room; it was cancelled")
+            raise CancelledError(
+                f"{name} was closed while this enqueue waited for room; it was cancelled"
+            )
 
     def _await_space(self, n: int) -> None:
         self._wait(lambda: not self._adding)
@@ -331,9 +359,10 @@ class BoundedQueue:
             self._wake()
 
     def _most_before(self, n: int) -> int:
-        """Return the size up to which n elements may be added: with room for them, or because no dequeue can make any.
+        """Return the size up to which n elements may be added.
 
-        A dequeue that waits for more elements than there are takes none before it has them all.
+        Then there is room for them, or no dequeue can make any. A dequeue that waits for more
+        elements than there are takes none before it has them all.
         """
         return max(self._room - n, self._min_after + max(self._collecting - 1, 0))
 
@@ -343,7 +372,9 @@ class BoundedQueue:
         self._room = max(self._capacity, n + self._min_after)
         self._wake()  # there may be room for enqueues now
         try:
-            self._wait(lambda: self.size() >= self._min_after + n or self._has_ended(), is_dequeue=True)
+            self._wait(
+                lambda: self.size() >= self._min_after + n or self._has_ended(), is_dequeue=True
+            )
         finally:
             self._collecting = 0
             self._room = self._capacity
@@ -356,7 +387,9 @@ class BoundedQueue:
     def _refuse(self, n: int) -> NoReturn:
         what = f"{type(self).__name__} is closed and has insufficient elements"
         why = f"; its input failed: {self._failure!r}" if self._failure else ""
-        raise OutOfRangeError(f"{what} (requested {n}, current size {self.size()}){why}") from self._failure
+        raise OutOfRangeError(
+            f"{what} (requested {n}, current size {self.size()}){why}"
+        ) from self._failure
 
 
 # Bounded queues of pytrees between threads: FIFOQueue and RandomShuffleQueue.
@@ -368,8 +401,9 @@ explains_attributes(BoundedQueue, typed="FIFOQueue")
 class FIFOQueue(BoundedQueue):
     """A queue that returns its elements in the order of arrival.
 
-    Any number of threads may enqueue and dequeue. An element is any pytree; dtypes and shapes must agree within one
-    `dequeue_many`. Ctrl-C interrupts a wait on the main thread without losing elements.
+    Any number of threads may enqueue and dequeue. An element is any pytree; dtypes and shapes must
+    agree within one `dequeue_many`. Ctrl-C interrupts a wait on the main thread without losing
+    elements.
 
     Args:
         capacity: The maximum number of elements.
@@ -406,18 +440,20 @@ class FIFOQueue(BoundedQueue):
 class RandomShuffleQueue(BoundedQueue):
     """A queue that returns its elements in random order.
 
-    Each dequeue draws one of the first `min_after_dequeue + 1` elements in the queue, in order of arrival, and waits
-    until there are that many. So the order depends on the seed and the order of arrival alone. With
-    `min_after_dequeue=0`, as always in TF, the draw is among all elements in the queue, and depends on thread timing.
-    After `close`, the remaining elements are drawn.
+    Each dequeue draws one of the first `min_after_dequeue + 1` elements in the queue, in order of
+    arrival, and waits until there are that many. So the order depends on the seed and the order of
+    arrival alone. With `min_after_dequeue=0`, as always in TF, the draw is among all elements in
+    the queue, and depends on thread timing. After `close`, the remaining elements are drawn.
 
     Args:
         capacity: The maximum number of elements.
-        min_after_dequeue: The number of elements that must stay in the queue after a dequeue until it is closed.
+        min_after_dequeue: The number of elements that must stay in the queue after a dequeue until
+            it is closed.
         seed: The seed of the order; None for a random seed.
 
     Raises:
-        ValueError: `capacity` is not positive, or `min_after_dequeue` is negative or not less than it.
+        ValueError: `capacity` is not positive, or `min_after_dequeue` is negative or not less than
+            it.
         TypeError: An argument is not an integer.
 
     Example:

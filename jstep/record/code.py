@@ -35,26 +35,35 @@ _CONFIG = ("config", "--list", "--name-only", "-z")
 _FILTER = re.compile(r"filter\.(.*)\.[^.]+", re.DOTALL)
 """A setting of a filter, in the output of `_CONFIG`."""
 _UNTRACKED = ("ls-files", "--others", "--exclude-standard", "-z")
-_REPOSITORY_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
+_REPOSITORY_VARIABLES = (
+    "GIT_DIR",
+    "GIT_WORK_TREE",
+    "GIT_INDEX_FILE",
+    "GIT_COMMON_DIR",
+    "GIT_OBJECT_DIRECTORY",
+)
 """Variables that name another repository: git sets them for its hooks, which may start a run."""
 
 
 def code_version() -> dict[str, Any] | None:
-    """Return the `commit` of the program's repository, and `edits`, a hash of uncommitted edits; or None."""
+    """Return the program's `commit`, and `edits`, a hash of its uncommitted edits; or None."""
     deadline = time.monotonic() + GIT_TIMEOUT_SECS
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
         directory = os.getcwd() if main is None else os.path.dirname(os.path.realpath(main))
-        commit = _git(directory, deadline, "rev-parse", "--verify", "--quiet", "HEAD").decode().strip()
+        output = _git(directory, deadline, "rev-parse", "--verify", "--quiet", "HEAD")
+        commit = output.decode().strip()
     except FileNotFoundError:  # no git, or the directory is gone
         return None
     except Exception as error:
-        if str(error) and "not a git repository" not in str(error):  # it is empty if there is no commit
+        if str(error) and "not a git repository" not in str(error):
+            # The error's text is empty if there is no commit.
             logger.info("the commit of this run is not known: %s", truncate(str(error), 300))
         return None
     try:
         edits = _edits(directory, deadline)
-    except Exception:  # as of a repository that is too large for the time limit: its commit is known
+    except Exception:
+        # Perhaps the repository is too large for the time limit: its commit is known.
         edits = UNKNOWN
     return {"commit": commit, "edits": edits}
 
@@ -65,14 +74,17 @@ def _git(directory: str, deadline: float, *words: str) -> bytes:
     git = shutil.which("git", path=os.pathsep.join(path))
     if git is None:
         raise FileNotFoundError("git")
-    environment = {name: value for name, value in os.environ.items() if name not in _REPOSITORY_VARIABLES}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in _REPOSITORY_VARIABLES
+    }
     environment |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}  # git must not refresh the index
-    # Nor fetch objects that a partial clone lacks: the program for that is one of the repository's config.
+    # Nor fetch objects that a partial clone lacks: the repository's config names the program for
+    # that.
     environment |= {"GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
     settings = [word for setting in _NO_PROGRAMS for word in ("-c", setting)]
-    # A loader may fork workers meanwhile, which keep the pipes of a `subprocess` open, so that it would wait for their
-    # end. So there is none: the output is in files, and a program with a path and open descriptors is spawned, not
-    # forked.
+    # A loader may fork workers meanwhile, which keep the pipes of a `subprocess` open, so that it
+    # would wait for their end. So there is none: the output is in files, and a program with a path
+    # and open descriptors is spawned, not forked.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         done = subprocess.run(
             [git, "-C", directory, *settings, *words],
@@ -91,10 +103,11 @@ def _git(directory: str, deadline: float, *words: str) -> bytes:
 
 
 def _edits(directory: str, deadline: float) -> str | None:
-    """Return a hash of the edits that are not committed, and of new source files; None if there are none."""
+    """Return a hash of uncommitted edits and of new source files; None if there are none."""
     filters = _filters(directory, deadline)
-    # A filter is a program through which git passes each changed file. That of the user's own config is as unsafe as
-    # that of the repository's: it runs at the root of the repository, where `python -m` imports what is there.
+    # A filter is a program through which git passes each changed file. That of the user's own
+    # config is as unsafe as that of the repository's: it runs at the root of the repository, where
+    # `python -m` imports what is there.
     off: list[str] = []
     for name in filters:
         if "=" in name:  # git takes what precedes it for the whole name of the setting
@@ -105,12 +118,18 @@ def _edits(directory: str, deadline: float) -> str | None:
     diff = _git(root, deadline, *off, *_DIFF)
     if diff and filters:
         paths = _git(root, deadline, *off, *_DIFF, "--name-only", "-z").split(b"\0")[:-1]
-        attributes = _git(root, deadline, "check-attr", "-z", "filter", "--", *map(os.fsdecode, paths))
+        attributes = _git(
+            root, deadline, "check-attr", "-z", "filter", "--", *map(os.fsdecode, paths)
+        )
         # Without its filter, a file may look edited and not be.
         if filters & {os.fsdecode(value) for value in attributes.split(b"\0")[2::3]}:
             return UNKNOWN
     untracked = map(os.fsdecode, sorted(_git(root, deadline, *_UNTRACKED).split(b"\0")))
-    new = [path for path in untracked if path.endswith(_SOURCES) and os.path.isfile(os.path.join(root, path))]
+    new = [
+        path
+        for path in untracked
+        if path.endswith(_SOURCES) and os.path.isfile(os.path.join(root, path))
+    ]
     if not diff and not new:
         return None
     digest = hashlib.blake2b(diff, digest_size=8)

@@ -57,7 +57,8 @@ def command_line() -> list[str]:
 
 def encoded(value: Any) -> bytes:
     """Return a value as JSON; numbers that are not finite are strings."""
-    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
+    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "backslashreplace")
 
 
 def _finite(value: Any) -> Any:
@@ -69,11 +70,12 @@ def _finite(value: Any) -> Any:
 
 
 def _digest(text: str) -> str:
-    return f"hash {hashlib.blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=4).hexdigest()}"
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4)
+    return f"hash {digest.hexdigest()}"
 
 
 def as_text(text: str, name: str = "") -> str:
-    """Return a text as it is recorded: without secrets, which its name may tell, and not too long."""
+    """Return a text as recorded: without secrets, which its name may tell, and not too long."""
     shown = hide(name, text[: 2 * MAX_TEXT])
     if len(text) > MAX_TEXT and shown != NOT_RECORDED:
         whole = _digest(shown + text[2 * MAX_TEXT :])
@@ -82,11 +84,15 @@ def as_text(text: str, name: str = "") -> str:
 
 
 def plain(value: Any, name: str = "") -> Any:
-    """Return a value as JSON without secrets; of an object that is none of numbers, the name of its class."""
+    """Return a value as JSON without secrets.
+
+    Of an object that is none of numbers, it is the name of its class.
+    """
     with contextlib.suppress(Exception):
         if isinstance(value, enum.Enum):
             return value.name
-        if value is None or (isinstance(value, int) and abs(value) < 2**1000):  # as a float, it is finite
+        if value is None or (isinstance(value, int) and abs(value) < 2**1000):
+            # As a float, it is finite.
             return value
         if isinstance(value, float):
             return json_number(float(value))
@@ -106,7 +112,7 @@ def plain(value: Any, name: str = "") -> Any:
 
 
 def _plain_array(array: Any) -> Any:
-    """Return the number of a scalar, or the dtype and the shape of an array, whose values are no options."""
+    """Return a scalar's number, or an array's dtype and shape, as its values are no options."""
     number = array.item() if array.shape == () else None
     if not isinstance(number, bool | int | float):
         return f"{array.dtype}{list(array.shape)}"
@@ -119,7 +125,7 @@ def _plain_array(array: Any) -> Any:
 
 
 def as_config(config: Any) -> dict[str, Any] | None:
-    """Return the options of a config by their path, as JSON without secrets; too many are left out."""
+    """Return a config's options by their path, as JSON without secrets; too many are left out."""
     if config is None:
         return None
     # A list has no names for its options, other than a namedtuple.
@@ -127,8 +133,9 @@ def as_config(config: Any) -> dict[str, Any] | None:
     entries = None if is_list else _entries(config)
     if entries is None:
         raise TypeError(
-            "config: must be a mapping, a dataclass instance, a namedtuple or an argparse.Namespace, got "
-            f"{type(config).__name__}; give the attributes of another object as vars(config)"
+            "config: must be a mapping, a dataclass instance, a namedtuple or an "
+            f"argparse.Namespace, got {type(config).__name__}; give the attributes of another "
+            "object as vars(config)"
         )
     record = dict[str, Any]()
     left_out = list[str]()
@@ -136,7 +143,9 @@ def as_config(config: Any) -> dict[str, Any] | None:
     options = (_flat(str(key), item, 1) for key, item in entries)
     for name, value in itertools.chain.from_iterable(options):
         if name in record:
-            raise ValueError(f"config: two of its values are called {name!r}; give one of them another name")
+            raise ValueError(
+                f"config: two of its values are called {name!r}; give one of them another name"
+            )
         if len(record) == MAX_OPTIONS:
             return {**record, "…": f"more than {len(record)} options"}
         text = as_text(name)
@@ -163,14 +172,17 @@ def _flat(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _entries(value: Any, depth: int = 0) -> list[tuple[Any, Any]] | None:
-    """Return the names and values of a mapping or a record, or of a list of these; None of anything else."""
+    """Return the names and values of a mapping, a record or a list of these, otherwise None."""
     with contextlib.suppress(Exception):
         if isinstance(value, type | str):
             return None
         if callable(getattr(value, "flag_values_dict", None)):  # the FLAGS of absl
             value = value.flag_values_dict()
-        # A ConfigDict of ml_collections is a mapping, too, and a DataFrame, which has `keys` and a shape, is a value.
-        is_mapping = hasattr(value, "keys") and hasattr(value, "__getitem__") and not hasattr(value, "shape")
+        # A ConfigDict of ml_collections is a mapping, too, and a DataFrame, which has `keys` and a
+        # shape, is a value.
+        is_mapping = (
+            hasattr(value, "keys") and hasattr(value, "__getitem__") and not hasattr(value, "shape")
+        )
         if isinstance(value, Mapping) or is_mapping:
             return [(key, _read(value.__getitem__, key)) for key in value.keys()]  # noqa: SIM118
         if isinstance(value, argparse.Namespace):
@@ -184,7 +196,7 @@ def _entries(value: Any, depth: int = 0) -> list[tuple[Any, Any]] | None:
 
 
 def _field_names(value: Any) -> list[str] | None:
-    """Return the names of the fields of a record: of a dataclass, a namedtuple, or of attrs, pydantic or msgspec."""
+    """Return a record's field names: of a dataclass, namedtuple, attrs, pydantic or msgspec."""
     fields: Any = dataclasses.fields(value) if dataclasses.is_dataclass(value) else None
     for kind in ("_fields", "__attrs_attrs__", "model_fields", "__struct_fields__"):
         fields = getattr(type(value), kind, fields)
@@ -194,7 +206,10 @@ def _field_names(value: Any) -> list[str] | None:
 
 
 def _has_entries(values: Sequence[Any], depth: int) -> bool:
-    """Whether a list has an item with names of its own. Only as many are looked at as options are recorded."""
+    """Whether a list has an item with names of its own.
+
+    Only as many are looked at as options are recorded.
+    """
     for _, item in itertools.islice(_items(values), MAX_OPTIONS):
         # Most lists are of numbers, and `_entries` takes long.
         if type(item) not in _PLAIN and _entries(item, depth) is not None:
@@ -206,7 +221,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+    is_data = isinstance(value, str | bytes | bytearray | memoryview)
+    return isinstance(value, Sequence) and not is_data
 
 
 def _items(value: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
@@ -218,7 +234,7 @@ def _items(value: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _read(get: Callable[[Any], Any], key: Any) -> Any:
-    """Return an entry of an object, or the type of its error, such as that of a value of OmegaConf that is missing."""
+    """Return an entry of an object, or the type of its error, as of a missing OmegaConf value."""
     try:
         return get(key)
     except Exception as error:

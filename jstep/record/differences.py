@@ -1,4 +1,4 @@
-"""The differences of two starts, name by name, and which of these change the bits of a resumed run."""
+"""The differences of two starts, name by name, and which of them change a resumed run's bits."""
 
 import difflib
 import itertools
@@ -12,17 +12,18 @@ from jstep.core.secret_text import NOT_RECORDED
 from jstep.record.starts import read_programs
 
 SETTINGS = (
-    "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
-    "jax_numpy_dtype_promotion", "jax_explicit_x64_dtypes", "jax_random_seed_offset",
-    "jax_high_dynamic_range_gumbel", "jax_softmax_custom_jvp", "jax_allow_f16_reductions", "jax_disable_jit",
-    "jax_disable_most_optimizations", "jax_optimization_level", "jax_exec_time_optimization_effort",
+    "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl",
+    "jax_threefry_partitionable", "jax_numpy_dtype_promotion", "jax_explicit_x64_dtypes",
+    "jax_random_seed_offset", "jax_high_dynamic_range_gumbel", "jax_softmax_custom_jvp",
+    "jax_allow_f16_reductions", "jax_disable_jit", "jax_disable_most_optimizations",
+    "jax_optimization_level", "jax_exec_time_optimization_effort",
 )  # fmt: skip
 """Settings of JAX that change numerical results, wherever they were set."""
 _PRNG = "jax_default_prng_impl"
 SECTIONS = {
     "versions": "", "settings": "", "environment": "", "devices": "devices: ", "state": "state: ",
-    "batches": "batches: ", "stages": "the stage from step ", "arguments": "train: ", "lanes": "", "programs": "",
-    "config": "config: ", "code": "",
+    "batches": "batches: ", "stages": "the stage from step ", "arguments": "train: ", "lanes": "",
+    "programs": "", "config": "config: ", "code": "",
 }  # fmt: skip
 """The sections that are compared, and how the names of their values begin."""
 _TRACED_STEP = "the traced step"
@@ -37,7 +38,8 @@ PAIR_WORDS = ("in A", "in B")
 RESTART_WORDS = ("before", "now")
 """What the lines call two starts."""
 
-# Sections whose differences change the bits, and sections about where the same run is computed; others are intended.
+# Sections whose differences change the bits, and sections about where the same run is computed;
+# others are intended.
 
 _BITS = {"settings", "state", "batches", "lanes", "programs", "config"}
 _PLACE = {"versions", "devices", "code"}
@@ -46,7 +48,9 @@ _EFFECTS = {"state: sharding": _PLACE, "train: batch_sharding": _PLACE, "batch":
 _HARMLESS_FLAG = re.compile("dump|log|profil|path|dir|device_count")
 PATH_OPTIONS = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
 """The arguments of `train` that are places."""
-_NAMES = dict.fromkeys(("steps", "num_steps", "max_steps", "total_steps", "train_steps"), "last_step")
+_NAMES = dict.fromkeys(
+    ("steps", "num_steps", "max_steps", "total_steps", "train_steps"), "last_step"
+)
 """Name of an option → the argument of `train` with the same meaning."""
 _ADDRESS = re.compile("COORDINATOR|ADDRESS|PORT$|PROCESS_ID")
 _PATH = re.compile(r"(~|\.{0,2})[/\\]|[A-Za-z]:[\\/]|\w+://")
@@ -61,7 +65,10 @@ class RecordedValue(NamedTuple):
 
 
 def values_of(start: Mapping[str, Any]) -> dict[str, RecordedValue]:
-    """Return what a start was given, as name → (section, value). Paths are left out: a run that moved is the same."""
+    """Return what a start was given, as name → (section, value).
+
+    Paths are left out: a run that moved is the same.
+    """
     setup = start.get("setup") or {}
     arguments = setup.get("arguments") or {}
     run_paths: list[str] = []
@@ -82,8 +89,13 @@ def values_of(start: Mapping[str, Any]) -> dict[str, RecordedValue]:
         for name, value in _flat(begins, parts.get(section) or {}):
             if name.removeprefix("train: ").removeprefix("config: ") in PATH_OPTIONS:
                 continue
-            # Also without a name that says so: an option, or a variable, may be a path in the directory of the run.
-            if section in ("config", "environment") and isinstance(value, str) and _is_path(value, run_paths):
+            # Also without a name that says so: an option, or a variable, may be a path in the
+            # directory of the run.
+            if (
+                section in ("config", "environment")
+                and isinstance(value, str)
+                and _is_path(value, run_paths)
+            ):
                 continue
             values[name] = RecordedValue(section, value)
     return values
@@ -127,7 +139,8 @@ def _programs(programs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _is_path(value: str, run_paths: Collection[str]) -> bool:
     if _PATH.match(value):
         return True
-    # A relative path such as "runs/a/plots" looks like any other option with a slash, unless the run is there.
+    # A relative path such as "runs/a/plots" looks like any other option with a slash, unless the
+    # run is there.
     return "/" in value and any(f"{value}/".startswith(f"{path}/") for path in run_paths)
 
 
@@ -190,8 +203,8 @@ def changes(
         leave_out: Sections that are not compared.
     """
     differing = _differing_values(values_of(first), values_of(second), leave_out)
-    # A hash says only that something differs. So we first collect what differs by name, the sections and the values,
-    # and show a hash only if nothing that has a name explains it.
+    # A hash says only that something differs. So we first collect what differs by name, the
+    # sections and the values, and show a hash only if nothing that has a name explains it.
     named: set[str] = set()
     for name, difference in differing.items():
         if name not in HASHES:
@@ -235,7 +248,9 @@ def _has_another_line(
 
 
 def _differing_values(
-    first: Mapping[str, RecordedValue], second: Mapping[str, RecordedValue], leave_out: Collection[str]
+    first: Mapping[str, RecordedValue],
+    second: Mapping[str, RecordedValue],
+    leave_out: Collection[str],
 ) -> dict[str, _Difference]:
     sections_of_first = {value.section for value in first.values()}
     sections_of_second = {value.section for value in second.values()}
@@ -258,7 +273,7 @@ def _differing_values(
 
 
 def _is_argument(name: str, old: Any, new: Any, differing: Mapping[str, _Difference]) -> bool:
-    """Return whether an option is an argument of `train`, such as last_step, which has a line of its own."""
+    """Return whether an option is an argument of `train`, such as last_step, with its own line."""
     option = name.removeprefix("config: ").rpartition("/")[2]
     argument = differing.get(f"train: {_NAMES.get(option, option)}")
     return argument is not None and (argument.old, argument.new) == (old, new)
@@ -269,8 +284,13 @@ def is_setting(name: str, section: str, values: Collection[str]) -> bool:
     return section == "environment" and name.startswith("JAX_") and name.lower() in values
 
 
-def _how_programs_differ(name: str, starts: Sequence[Mapping[str, Any]], words: tuple[str, str]) -> str:
-    """Say in which part two programs differ, by which optimizers, and in which lines; "" if that is not known."""
+def _how_programs_differ(
+    name: str, starts: Sequence[Mapping[str, Any]], words: tuple[str, str]
+) -> str:
+    """Say in which part two programs differ, by which optimizers, and in which lines.
+
+    It is "" if that is not known.
+    """
     stage = name.partition("[")[2].rstrip("]") or "0"
     first, second = (_program_at(stage, start) for start in starts)
     parts: list[str] = []
@@ -304,7 +324,8 @@ def _differ_in_hyperparameters(first: Mapping[str, Any], second: Mapping[str, An
     new = second.get("hyperparameters") or {}
     values: dict[str, set[str]] = {}
     for name in old.keys() & new.keys():
-        # Of several optimizers, each of which has one, perhaps with equal values, the last part of the path is shown.
+        # Of several optimizers, each of which has one, perhaps with equal values, the last part of
+        # the path is shown.
         shown = values.setdefault(name.rpartition("/")[2], set())
         shown.add(_value_text(old[name]))
         shown.add(_value_text(new[name]))
@@ -312,7 +333,7 @@ def _differ_in_hyperparameters(first: Mapping[str, Any], second: Mapping[str, An
     def erase_value(match: re.Match[str]) -> str:
         return f"{match[1]}=" if match[2] in values.get(match[1], ()) else match[0]
 
-    # In one pass, and not in one for each name, of which somebody else's setup may have ten thousand.
+    # In one pass, not in one for each name: somebody else's setup may have ten thousand names.
     old_text = _ARGUMENT.sub(erase_value, first.get("optimizer") or "")
     new_text = _ARGUMENT.sub(erase_value, second.get("optimizer") or "")
     return old != new and old_text == new_text
@@ -347,7 +368,11 @@ def same(a: Any, b: Any) -> bool:
 def _shown(value: Any, other: Any) -> str:
     if value is _ABSENT:
         return "absent"
-    if isinstance(value, float) and isinstance(other, float) and shortest_digits(value) != shortest_digits(other):
+    if (
+        isinstance(value, float)
+        and isinstance(other, float)
+        and shortest_digits(value) != shortest_digits(other)
+    ):
         value = shortest_digits(value)
     is_plain = isinstance(value, str) and value and str(other) != value
     return truncate(value if is_plain else json.dumps(value), 80)
@@ -389,10 +414,15 @@ def _replaced(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
     for kind, old_start, old_stop, new_start, new_stop in matcher.get_opcodes():
         if kind == "equal":
             continue
-        pairs = itertools.zip_longest(old[old_start:old_stop], new[new_start:new_stop], fillvalue="")
+        pairs = itertools.zip_longest(
+            old[old_start:old_stop], new[new_start:new_stop], fillvalue=""
+        )
         for old_line, new_line in pairs:
             if old_line or new_line:
-                yield f"{truncate(old_line, _MAX_SHOWN) or 'nothing'} → {truncate(new_line, _MAX_SHOWN) or 'nothing'}"
+                yield (
+                    f"{truncate(old_line, _MAX_SHOWN) or 'nothing'} → "
+                    f"{truncate(new_line, _MAX_SHOWN) or 'nothing'}"
+                )
 
 
 def _erase_names(text: str) -> list[str]:

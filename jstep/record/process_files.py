@@ -1,6 +1,7 @@
-"""The files `starts/PREFIX.PROCESS.json` of all processes but the first: the times of each, its batches, its signal.
+"""The files `starts/PREFIX.PROCESS.json` of all processes but the first.
 
-A process has one file, which each start replaces.
+Each has the times of its process, its batches and its signal. A process has one file, which each
+start replaces.
 """
 
 import concurrent.futures
@@ -24,10 +25,13 @@ _MAX_READ = 4096
 
 
 class ProcessFile:
-    """The file of this process. Thread-safe; a write that fails is logged once, and never ends the run.
+    """The file of this process.
+
+    It is thread-safe; a write that fails is logged once, and never ends the run.
 
     Args:
-        where: The directory or bucket of the run, in which the first process has recorded the start.
+        where: The directory or bucket of the run, in which the first process has recorded the
+            start.
 
     Attributes:
         period: The seconds between two writes.
@@ -37,7 +41,12 @@ class ProcessFile:
     def __init__(self, where: str, prefix: str, index: int, fields: Mapping[str, Any]) -> None:
         self.period = 60.0 if is_url(where) else 10.0
         self.due = threading.Event()
-        self.fields: Mapping[str, Any] = {"version": PROCESS_VERSION, "prefix": prefix, "index": index, **fields}
+        self.fields: Mapping[str, Any] = {
+            "version": PROCESS_VERSION,
+            "prefix": prefix,
+            "index": index,
+            **fields,
+        }
         self._path = _path_of(where, prefix, index)
         self._updating = threading.Lock()
         self._has_failed = False
@@ -77,7 +86,10 @@ def read_process(where: str, prefix: str, index: int) -> ProcessRecord | None:
 
 
 def read_processes(where: str, prefix: str, start: int, count: int) -> Sequence[ProcessRecord]:
-    """Return what the processes of a start have recorded, without the first one, if no later start has replaced it."""
+    """Return what the processes of a start but the first have recorded.
+
+    Files that a later start has replaced are left out.
+    """
     indices = range(1, min(count, _MAX_READ))
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         found = list(pool.map(lambda index: read_process(where, prefix, index), indices))

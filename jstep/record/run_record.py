@@ -8,7 +8,10 @@ from jstep.record.starts import StartFile, valid
 
 
 def file_of(run: Any) -> StartFile | None:
-    """Return the record of this start, while it is open; any thread writes it. Only process 0 has it."""
+    """Return the record of this start while it is open; any thread writes it.
+
+    Only process 0 has it.
+    """
     file: StartFile | None = run.shared.get(StartFile)
     return file
 
@@ -25,7 +28,10 @@ def earlier_starts(run: Any) -> list[Start]:
 
 
 def had_name(run: Any, name: str) -> bool:
-    """Whether an earlier start in this directory had this name, such as one that ended before its first save."""
+    """Whether an earlier start in this directory had this name.
+
+    An example is a start that ended before its first save.
+    """
     return any(start["run"] == name for start in earlier_starts(run))
 
 

@@ -31,7 +31,8 @@ PhaseSeconds: TypeAlias = Annotated[dict[str, Any], _are_phases]
 Span: TypeAlias = Annotated[tuple[Step, Step], _is_span]
 """The step that a start began from, and the newest that it finished."""
 BatchEntries: TypeAlias = dict[str, tuple[str, str, str]]
-"""Step → hashes of the layout and content of the next batch, of the config, and of the definition."""
+"""Step → hashes of the layout and content of the next batch, of the config, and of the
+definition."""
 
 
 class Process(TypedDict):
@@ -83,7 +84,8 @@ class Start(TypedDict):
     copied: bool | None  # whether this is the first start in a copy of another run's directory
     process: Process  # process 0
     processes: Step | None  # their number; None if it is the only one
-    began: Seconds  # since 1970: when its process began, or its call if that is not the first of the process
+    # Since 1970: when its process began, or its call if that is not the first of the process.
+    began: Seconds
     now: Seconds  # when this was written, about began + sum(seconds)
     directory: Path | None  # where the record is, absolute
     logdir: Path | None  # where the event files are
@@ -96,7 +98,8 @@ class Start(TypedDict):
     parameters: Step | None
     step: Span | None
     seconds: PhaseSeconds
-    phase: str | None  # the one in which it was when this was written, if that had lasted for a while
+    # The one in which it was when this was written, if that had lasted for a while.
+    phase: str | None
     examples: Step | None
     values: dict[str, float]  # the latest scalar metrics of the run; a start inherits them
     values_left_out: Step | None  # the number of further scalar metrics
@@ -107,11 +110,13 @@ class Start(TypedDict):
     host_peak_bytes: Step | None
     computing: Seconds | None  # the sampled seconds of hooks in which the device computed steps
     mfu: Seconds | None
-    saved: list[tuple[Step, Seconds, Step | None, float | None]]  # step, seconds of stepping, examples, learning rate
+    # Step, seconds of stepping, examples, learning rate.
+    saved: list[tuple[Step, Seconds, Step | None, float | None]]
     stalls: list[Stall]
     batches: BatchEntries  # those after its latest checkpoints
     state_changes: list[StateChange]
-    compared_batch: bool | None  # whether the first batch of the start was compared; None in older records
+    # Whether the first batch of the start was compared; None in older records.
+    compared_batch: bool | None
     other_batch: Step | None  # the first batch of the start, if it differs from the one read before
     end: tuple[str, str] | None  # status and reason; None while it lives, and after a SIGKILL
     exception: str | None  # its class

@@ -44,8 +44,10 @@ Fields = Mapping[str, Any]
 """The fields of a file."""
 
 
-def read_stalls(where: str, prefix: str | None = None, *, ended: bool = False) -> tuple[list[Fields], list[str]]:
-    """Return what the processes of a run wait for, the oldest first, and the problems of unreadable files.
+def read_stalls(
+    where: str, prefix: str | None = None, *, ended: bool = False
+) -> tuple[list[Fields], list[str]]:
+    """Return what the processes of a run wait for, oldest first, and problems of unreadable files.
 
     Files of ended processes are left out, or with `ended` returned alone.
     """
@@ -59,8 +61,12 @@ def read_stalls(where: str, prefix: str | None = None, *, ended: bool = False) -
 
 
 def missing_threads(stalls: Sequence[Fields]) -> list[str]:
-    """Return a line for each thread that at least half of the processes have, and this one does not."""
-    names = {stall["process"]: _thread_names(stall) for stall in stalls if isinstance(stall.get("threads"), dict)}
+    """Return a line for each thread that this process lacks and at least half of all have."""
+    names = {
+        stall["process"]: _thread_names(stall)
+        for stall in stalls
+        if isinstance(stall.get("threads"), dict)
+    }
     counts = Counter(itertools.chain.from_iterable(names.values()))
     lines: list[str] = []
     for name, count in counts.items():
@@ -73,9 +79,10 @@ def missing_threads(stalls: Sequence[Fields]) -> list[str]:
 
 
 def _thread_names(stall: Fields) -> set[str]:
-    """Return the names of the threads of the program, without numbers, which differ between processes."""
+    """Return the names of the program's threads, without numbers, which differ by process."""
     names = (str(name) for name in stall["threads"])
-    return {re.sub(r"[-_ ]*\d+", "", name) for name in names if not name.startswith("jstep-")} - {""}
+    stripped = {re.sub(r"[-_ ]*\d+", "", name) for name in names if not name.startswith("jstep-")}
+    return stripped - {""}
 
 
 def exit_reason(where: str, prefix: str, began: float) -> str:
@@ -86,7 +93,9 @@ def exit_reason(where: str, prefix: str, began: float) -> str:
         ended = [stall for _, stall in stalls if "exit_code" in stall and stall["renewed"] >= began]
     # Rather a process that stalled than one that the others waited for.
     stall = max(ended, key=lambda stall: bool(stall["stall"]), default=None)
-    return "" if stall is None else f"process {stall['process']} hung at step {stall.get('step')}: {stall['what']}"
+    if stall is None:
+        return ""
+    return f"process {stall['process']} hung at step {stall.get('step')}: {stall['what']}"
 
 
 def _is_current(path: str, stall: Fields) -> bool:
@@ -111,7 +120,9 @@ def _files(where: str, prefix: str | None) -> tuple[list[tuple[str, Fields]], li
             continue
         path = join_path(folder, name)
         try:
-            stall = _checked_stall(decode_json(read_small(path, MAX_CLAIM_BYTES, follow_link=False)))
+            stall = _checked_stall(
+                decode_json(read_small(path, MAX_CLAIM_BYTES, follow_link=False))
+            )
         except FileNotFoundError:  # the process continued meanwhile
             continue
         except (OSError, ValueError) as error:
@@ -131,19 +142,30 @@ def _names(folder: str) -> Iterable[str]:
 
 
 def _checked_stall(stall: Any) -> dict[str, Any]:
-    if isinstance(stall, dict) and type(stall.get("version")) is int and stall["version"] > STALLS_VERSION:
-        raise ValueError(f"it has version={stall['version']}, and this jstep reads {STALLS_VERSION}: update jstep")
+    if (
+        isinstance(stall, dict)
+        and type(stall.get("version")) is int
+        and stall["version"] > STALLS_VERSION
+    ):
+        raise ValueError(
+            f"it has version={stall['version']}, and this jstep reads "
+            f"{STALLS_VERSION}: update jstep"
+        )
     try:
         fields: dict[str, Any] = checked(stall, StallFile)
     except ValueError as error:
-        raise ValueError(f"it is incomplete, or not the file of a stall that this version writes: {error}") from None
+        raise ValueError(
+            f"it is incomplete, or not the file of a stall that this version writes: {error}"
+        ) from None
     if not fields["process"] < fields["processes"] <= _MAX_PROCESSES:
-        raise ValueError(f"process={fields['process']} of processes={fields['processes']} is not possible")
+        raise ValueError(
+            f"process={fields['process']} of processes={fields['processes']} is not possible"
+        )
     return fields | {name: fields[name] or "" for name in ("kind", "what", "line")}
 
 
 def find_waited_for(stalls: Sequence[Fields]) -> list[Fields]:
-    """Return what the others wait for: the stalls on the host if not all are there, or else the unusual ones."""
+    """Return what others wait for: stalls on the host if not all are there, else unusual ones."""
     blocking = [stall for stall in stalls if stall["kind"] not in (CALL, AGREEMENT)]
     if len(blocking) < len(stalls):
         return blocking
@@ -180,18 +202,21 @@ def _as_bytes(fields: Fields) -> bytes:
 
 
 class StallFiles:
-    """The files of this process and the others, which a thread keeps up to date; `where` may be None.
+    """Files of this process and the others, which a thread keeps up to date; `where` may be None.
 
     Raises:
         ForeignFileError: The directory of the files is a link, behind which may be files of others.
 
     Attributes:
         others: What the other processes wait for, if this one has read their files.
-        is_reported_elsewhere: Whether this process reports no others, because one with a lower index does so.
+        is_reported_elsewhere: Whether this process reports no others, because one with a lower
+            index does so.
         shown: The time since which the file of this process exists; None if it does not.
     """
 
-    def __init__(self, where: str | None, process: int, warn_secs: float, prefix: str = "model") -> None:
+    def __init__(
+        self, where: str | None, process: int, warn_secs: float, prefix: str = "model"
+    ) -> None:
         self._where = where or ""
         self._process = process
         self._prefix = prefix
@@ -201,15 +226,19 @@ class StallFiles:
         self._job: Any = None  # the latest exchange, of which there is one at a time
         self._begun = -self.period  # when it began
         self._run_directory: OpenDirectory | None = None  # once it is there
-        self._may_exist = True  # whether there may be a file of this process: an earlier start may have left one
+        # Whether there may be a file of this process: an earlier start may have left one.
+        self._may_exist = True
         self._problems = set[str]()  # that were logged
         self.others: list[Fields] = []
         self.is_reported_elsewhere = False
         self.shown: float | None = None
 
-    def exchange(self, fields: Callable[[], Fields] | None, *, read: bool = False, immediately: bool = False) -> None:
+    def exchange(
+        self, fields: Callable[[], Fields] | None, *, read: bool = False, immediately: bool = False
+    ) -> None:
         """If it is time, start to write the file (None removes it), and to read the others."""
-        from jstep.core.threads import run_in_background  # it imports JAX, which `jstep stalls` does not need
+        # Not at the top: it imports JAX, which `jstep stalls` does not need.
+        from jstep.core.threads import run_in_background
 
         if not self._where or (self._job is not None and not self._job.done()):
             return
@@ -221,7 +250,9 @@ class StallFiles:
             return
         stall = None if fields is None else fields()
         self._begun = time.monotonic()
-        self._job = run_in_background(lambda: self._exchange(stall, read), name="jstep-stall-files", daemon=True)
+        self._job = run_in_background(
+            lambda: self._exchange(stall, read), name="jstep-stall-files", daemon=True
+        )
 
     def finish(self, fields: Callable[[], Fields] | None) -> None:
         self._wait()
@@ -239,7 +270,7 @@ class StallFiles:
             check_is_no_link(self._folder)
 
     def _check(self) -> None:
-        """Raise an error if the directory of the run was moved, or that of the files replaced by a link."""
+        """Raise an error if the run's directory was moved, or the files' replaced by a link."""
         self._check_no_link()
         if self._run_directory is None and not is_url(self._where) and os.path.isdir(self._where):
             self._run_directory = OpenDirectory(self._where)
@@ -272,7 +303,9 @@ class StallFiles:
         self._check()
         self._may_exist = True
         file = {"prefix": self._prefix, "process": self._process, "renewed": time.time()}
-        replace_file(self._path, _as_bytes({"version": STALLS_VERSION, **file, **this_process(), **stall}))
+        replace_file(
+            self._path, _as_bytes({"version": STALLS_VERSION, **file, **this_process(), **stall})
+        )
         if self.shown is None:
             self.shown = time.monotonic()
 
@@ -284,10 +317,15 @@ class StallFiles:
         self.shown = None
 
     def _read(self) -> None:
-        # Only the first process that has a file reads and reports all files: if each did, the reads would be n². The
-        # others list the names, in one request.
-        matches = (re.fullmatch(rf"{re.escape(self._prefix)}\.([0-9]+)\.json", name) for name in _names(self._folder))
-        self.is_reported_elsewhere = any(int(match[1]) < self._process for match in matches if match is not None)
+        # Only the first process that has a file reads and reports all files: if each did, the reads
+        # would be n². The others list the names, in one request.
+        matches = (
+            re.fullmatch(rf"{re.escape(self._prefix)}\.([0-9]+)\.json", name)
+            for name in _names(self._folder)
+        )
+        self.is_reported_elsewhere = any(
+            int(match[1]) < self._process for match in matches if match is not None
+        )
         stalls = [] if self.is_reported_elsewhere else read_stalls(self._where, self._prefix)[0]
         self.others = [stall for stall in stalls if stall["process"] != self._process]
 

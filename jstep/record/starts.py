@@ -1,7 +1,8 @@
-"""The record of runs: each start of a run is a file, `starts/PREFIX.NNNNNN.json`, below the directory of the run.
+"""The record of runs: each start is a file, `starts/PREFIX.NNNNNN.json`, below the run's directory.
 
-It contains a `schema.Start`, and changes all the time. Beside it, `PREFIX.NNNNNN.card.json` contains its setup, a
-`schema.SetupFile`, and `PREFIX.NNNNNN.programs` the printed programs, compressed.
+It contains a `schema.Start`, and changes all the time. Beside it, `PREFIX.NNNNNN.card.json`
+contains its setup, a `schema.SetupFile`, and `PREFIX.NNNNNN.programs` the printed programs,
+compressed.
 """
 
 import concurrent.futures
@@ -22,7 +23,13 @@ from jstep.core.logs import logger
 from jstep.record.config import encoded
 from jstep.record.schema import LARGE_CONFIG, SetupFile, Start
 from jstep.stores.checked_json import checked, valid_fields
-from jstep.stores.files import check_is_no_link, make_directories, names_in, read_small, replace_file
+from jstep.stores.files import (
+    check_is_no_link,
+    make_directories,
+    names_in,
+    read_small,
+    replace_file,
+)
 from jstep.stores.objects import ABSENT, Objects
 from jstep.stores.owners import remove_temporary
 from jstep.stores.untrusted import MAX_START_BYTES, RecordedRun, decode_json, is_below_or_beside
@@ -68,7 +75,7 @@ def program_path(where: str, start: Mapping[str, Any]) -> str:
 
 
 class OpenDirectory:
-    """A directory that is kept open, so that `check` raises a FileNotFoundError if another is at its path."""
+    """A directory kept open, so that `check` raises FileNotFoundError if another is at its path."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -82,7 +89,9 @@ class OpenDirectory:
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(self._handle), os.stat(self._path)):
                 return
-        raise FileNotFoundError(f"{self._path} was moved or deleted; start the run again where its directory is now")
+        raise FileNotFoundError(
+            f"{self._path} was moved or deleted; start the run again where its directory is now"
+        )
 
     def close(self) -> None:
         if self._handle >= 0:
@@ -91,9 +100,10 @@ class OpenDirectory:
 
 
 class StartFile:
-    """The file of a start. Its process replaces it as a whole; a later start may add its end. Thread-safe.
+    """The file of a start.
 
-    A write that fails is logged once, and tried again at the next one; it never ends the run.
+    Its process replaces it as a whole; a later start may add its end. It is thread-safe. A write
+    that fails is logged once, and tried again at the next one; it never ends the run.
 
     Args:
         fields: What the file holds from its beginning, besides its name.
@@ -105,7 +115,9 @@ class StartFile:
         fields: What the next write writes. Replaced as a whole, so that any thread may read them.
     """
 
-    def __init__(self, where: str, prefix: str, earlier: Sequence[Start], fields: Mapping[str, Any]) -> None:
+    def __init__(
+        self, where: str, prefix: str, earlier: Sequence[Start], fields: Mapping[str, Any]
+    ) -> None:
         self.where = where
         self.prefix = prefix
         self.is_url = is_url(where)
@@ -117,8 +129,8 @@ class StartFile:
         self._writing = threading.Lock()
         self._is_failing = False
         self._is_closed = False
-        # Both are None until the file exists: its directory, or the stamp of its object. We replace only a file that we
-        # have made: another process may take the same number at the same time.
+        # Both are None until the file exists: its directory, or the stamp of its object. We replace
+        # only a file that we have made: another process may take the same number at the same time.
         self._directory: OpenDirectory | None = None
         self._stamp: bytes | None = None
         self._unwritten_setup: dict[str, Any] | None = None
@@ -126,11 +138,18 @@ class StartFile:
         self._config = fields["config"]
         config = self._config
         if len(encoded(config)) > _MAX_CONFIG:
-            # Not in this file, which is written each second, but in that of the setup, which is made at once.
+            # Not in this file, which is written each second, but in that of the setup, which is
+            # made at once.
             config = LARGE_CONFIG
             self._unwritten_setup = {}
         number = earlier[-1]["number"] + 1 if earlier else 1
-        self.fields = {"version": VERSION, "prefix": prefix, "number": number, **fields, "config": config}
+        self.fields = {
+            "version": VERSION,
+            "prefix": prefix,
+            "number": number,
+            **fields,
+            "config": config,
+        }
         self.write()
 
     @property
@@ -163,7 +182,9 @@ class StartFile:
     def end_earlier(self, number: int, end: Sequence[str]) -> None:
         """Write how an earlier start ended, which was killed before it could."""
         path = path_of(self.where, self.prefix, number)
-        self._try(lambda: replace_file(path, encoded({**_load(path), "end": list(end)}), flush=False))
+        self._try(
+            lambda: replace_file(path, encoded({**_load(path), "end": list(end)}), flush=False)
+        )
 
     def close(self, fields: Mapping[str, Any] | None = None) -> None:
         self.update(fields or {})
@@ -184,7 +205,9 @@ class StartFile:
             self._is_failing = False
         except Exception as error:
             if not self._is_failing:
-                logger.warning("%s: the record of this run cannot be written: %s", self.where, error)
+                logger.warning(
+                    "%s: the record of this run cannot be written: %s", self.where, error
+                )
             self._is_failing = True
         return not self._is_failing
 
@@ -196,7 +219,11 @@ class StartFile:
             directory.check()
             self._replace(_as_bytes(self.fields), flush, is_end=is_end)
         if self._unwritten_setup is not None:
-            setup = {"version": SETUP_VERSION, "card": self._unwritten_setup, "config": self._config}
+            setup = {
+                "version": SETUP_VERSION,
+                "card": self._unwritten_setup,
+                "config": self._config,
+            }
             self._replace_beside(_setup_path(self.where, self.fields), encoded(setup))
             self._unwritten_setup = None
 
@@ -229,7 +256,8 @@ class StartFile:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if not is_full or len(data) > size:
                 raise
-            # In place, in the room that the writes before have kept for it: that needs no space on the disk.
+            # In place, in the room that the writes before have kept for it: that needs no space on
+            # the disk.
             with open(self._path, "r+b") as file:
                 file.write(data.ljust(size))
 
@@ -247,7 +275,7 @@ class StartFile:
 
 
 def _as_bytes(fields: Mapping[str, Any]) -> bytes:
-    """Return the valid ones of some fields as JSON, without the oldest stalls if they are too many."""
+    """Return the valid ones of some fields as JSON, without the oldest of too many stalls."""
     start = valid_fields(fields, Start)
     for name in ("setup", "problem"):  # of what is read
         start.pop(name, None)
@@ -258,7 +286,8 @@ def _as_bytes(fields: Mapping[str, Any]) -> bytes:
 
 def compressed(programs: Mapping[str, str]) -> bytes:
     """Return programs as the bytes of a file, cut if they are too long."""
-    text = "\f".join(f"{stage}\n{program}" for stage, program in programs.items())[:_PROGRAM_CHARACTERS]
+    whole = "\f".join(f"{stage}\n{program}" for stage, program in programs.items())
+    text = whole[:_PROGRAM_CHARACTERS]
     while len(data := zlib.compress(text.encode(), 9)) > _PROGRAM_BYTES:
         text = text[: len(text) // 2]
     return data
@@ -268,9 +297,9 @@ def compressed(programs: Mapping[str, str]) -> bytes:
 
 
 def read_starts(where: str, prefix: str | None = None) -> dict[str, list[Start]]:
-    """Return the starts of each run of a directory or bucket by its prefix, oldest first; of many, the newest 1,000.
+    """Return the starts of each run of a directory or bucket by its prefix, oldest first.
 
-    With a prefix, only those of that run are read.
+    Of many, these are the newest 1,000. With a prefix, only those of that run are read.
 
     In a copy of another run's directory, they begin with the first start in the copy.
     """
@@ -305,7 +334,8 @@ def find_starts(where: str) -> dict[str, list[Start]]:
     found = read_starts(where)
     if not found:
         raise FileNotFoundError(
-            f"{where}: no run is there; give the checkpoint_dir of a run, or its logdir if it has none, with {FOLDER}/"
+            f"{where}: no run is there; give the checkpoint_dir of a run, or its logdir if it has "
+            f"none, with {FOLDER}/"
         )
     return found
 
@@ -345,7 +375,7 @@ def _read_start(where: str, prefix: str, number: int) -> Start | None:
 
 
 def _problem(start: Any, prefix: str, number: int) -> str:
-    """Return why JSON is not the start that its file is named after, as the end of a sentence; "" if it is."""
+    """Return why JSON is not the start in its file's name, to end a sentence; "" if it is."""
     if start is None:
         return NOT_WRITTEN
     if not isinstance(start, dict):
@@ -372,7 +402,10 @@ def _load(path: str) -> Any:
 
 
 def load_setup(where: str, start: Start) -> Start:
-    """Return a start with its setup, and with the path of its printed programs. A setup that is not valid is {}."""
+    """Return a start with its setup, and with the path of its printed programs.
+
+    A setup that is not valid is {}.
+    """
     setup = _read_setup(where, start).get("card") or {}
     return cast(Start, {**start, "setup": setup, "programs": program_path(where, start)})
 
@@ -383,7 +416,12 @@ def _read_setup(where: str, start: Start) -> dict[str, Any]:
         whole = _load(path)
         if isinstance(whole, dict) and whole.get("version") != SETUP_VERSION:
             version = format_value(whole.get("version"))
-            logger.warning("%s has version=%s, and this jstep reads %d: update jstep", path, version, SETUP_VERSION)
+            logger.warning(
+                "%s has version=%s, and this jstep reads %d: update jstep",
+                path,
+                version,
+                SETUP_VERSION,
+            )
             return {}
         checked(whole, SetupFile)
         return dict(whole)
@@ -394,7 +432,8 @@ def read_programs(path: str) -> dict[str, str]:
     """Return printed programs by stage; those that are in the file, which is not trusted."""
     with contextlib.suppress(OSError, ValueError, zlib.error):
         data = read_small(path, _PROGRAM_BYTES, follow_link=False)
-        text = zlib.decompressobj().decompress(data, 4 * _PROGRAM_CHARACTERS).decode("utf-8", "replace")
+        decompressed = zlib.decompressobj().decompress(data, 4 * _PROGRAM_CHARACTERS)
+        text = decompressed.decode("utf-8", "replace")
         programs: dict[str, str] = {}
         for page in text.split("\f"):
             stage, _, program = page.partition("\n")
@@ -430,7 +469,7 @@ def original_of(where: str, starts: Sequence[Start]) -> str | None:
     source = start["directory"]
     if source is None or source == where or is_url(source):
         return None
-    # Somebody else's record may name any directory, and to look at some of them mounts a file system.
+    # Somebody else's record may name any directory, and looking at some mounts a file system.
     host = start["process"].get("host")
     if host != socket.gethostname() and not is_below_or_beside(source, where):
         return None
@@ -441,18 +480,24 @@ def original_of(where: str, starts: Sequence[Start]) -> str | None:
         other = _read_start(source, start["prefix"], start["number"])
         if other is None or other["problem"]:
             return None
-        is_same = (other["run"], other["directory"], other["process"].get("host")) == (start["run"], source, host)
-        return source if is_same else None
+        found = other["run"], other["directory"], other["process"].get("host")
+        return source if found == (start["run"], source, host) else None
     return None
 
 
-def recorded_run(where: str, start: Start, starts: Sequence[Start], original: str | None = None) -> RecordedRun:
-    """Return what a start says about where it was made, which decides what may be opened of the paths in it.
+def recorded_run(
+    where: str, start: Start, starts: Sequence[Start], original: str | None = None
+) -> RecordedRun:
+    """Return what a start says about where it was made.
+
+    It decides what may be opened of the paths in the start.
 
     Args:
         starts: All starts of its run.
         original: The directory that the run was copied from; see `original_of`.
     """
     directory = start["directory"]
-    hosts = [other["process"].get("host") for other in valid(starts) if other["directory"] == directory]
+    hosts = [
+        other["process"].get("host") for other in valid(starts) if other["directory"] == directory
+    ]
     return RecordedRun(where, directory, frozenset(hosts), original)

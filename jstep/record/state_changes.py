@@ -1,4 +1,4 @@
-"""What replaced the state of a run between two calls: the body of the loop, or a hook; at which steps, which leaves."""
+"""What replaced the state of a run between two calls: the loop body or a hook; steps and leaves."""
 
 from typing import Any
 
@@ -23,7 +23,8 @@ _OTHERS = "the body or a hook", ("other leaves",)
 class StateChanges:
     """The changes of a state by code of the user, of bounded size.
 
-    A leaf counts as changed if it is another array. None is read, as the one before may have been donated.
+    A leaf counts as changed if it is another array. None is read, as the one before may have been
+    donated.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,9 @@ class StateChanges:
             key = _OTHERS
         kind = self._kinds.get(key)
         if kind is None:
-            paths = [*_OTHERS[1]] if key is _OTHERS else _subtrees(trees.leaf_paths(new_state), changed)
+            paths = (
+                [*_OTHERS[1]] if key is _OTHERS else _subtrees(trees.leaf_paths(new_state), changed)
+            )
             shown = [truncate_path(path, _MAX_TEXT) for path in paths[:_MAX_LEAVES]]
             kind = {
                 "by": truncate(key[0], _MAX_TEXT),
@@ -52,9 +55,11 @@ class StateChanges:
         steps = kind["steps"]
         if step not in steps[-1:]:  # replaced twice at one step
             steps = [*steps, step]
-            newest = steps[max(_MAX_STEPS, len(steps) - _MAX_STEPS) :]  # of those after the first ones
+            # The newest of those after the first ones.
+            newest = steps[max(_MAX_STEPS, len(steps) - _MAX_STEPS) :]
             kind = {**kind, "count": kind["count"] + 1, "steps": [*steps[:_MAX_STEPS], *newest]}
-        self._kinds = {**self._kinds, key: kind}  # not in place: another thread may be writing the record
+        # Not in place: another thread may be writing the record.
+        self._kinds = {**self._kinds, key: kind}
 
     def as_record(self) -> list[dict[str, Any]]:
         """Return the changes as `schema.StateChange`."""

@@ -1,4 +1,4 @@
-"""The observers that are attached to each run; the only place where the kernel names another room."""
+"""The observers attached to each run; the only place where the kernel names another room."""
 
 import functools
 import importlib.util
@@ -33,7 +33,7 @@ def check_attached(options: Options, defaults: Mapping[str, Any]) -> Options:
         value = getattr(options, name)
         if name not in used and value is not None and value != defaults[name]:
             raise ValueError(
-                f"{name}={format_value(value)}: nothing that is attached to this run uses it; leave it out, or install "
-                "the whole package"
+                f"{name}={format_value(value)}: nothing that is attached to this run uses it; "
+                "leave it out, or install the whole package"
             )
     return options

@@ -1,17 +1,17 @@
-"""`jstep.Run`, a context manager around a training loop; `jstep.train` is such a loop with an empty body.
+"""`jstep.Run`, a context manager around a training loop.
 
-Read `Run._iterate` first: it is the whole loop. `course.py` lists the states of a run, `stopping.py` how it ends
-at each moment.
+`jstep.train` is such a loop with an empty body. Read `Run._iterate` first: it is the whole loop.
+`course.py` lists the states of a run, `stopping.py` how it ends at each moment.
 
-Entering the block pushes on one stack whatever its end has to undo. The stack is unwound in reverse order, so read this
-table from its last row up:
+Entering the block pushes on one stack whatever its end has to undo. The stack is unwound in reverse
+order, so read this table from its last row up:
 
 | pushed | at the end of the block |
 |---|---|
-| `_enter_settings` | the mesh, the log, the cache of programs and the warnings are as they were before the block |
-| `_agree_and_exit` | a signal that arrived while the run closed is obeyed: its exception is raised last |
-| `signals.end` | the previous handlers of signals are set again. Not earlier: the record may need seconds to close |
-| each observer | the record, the progress line and the watch for stalls close: they have seen how the run ended |
+| `_enter_settings` | the mesh, the log, the cache of programs and the warnings are as before it |
+| `_agree_and_exit` | a signal that arrived while the run closed raises its exception last |
+| `signals.end` | previous signal handlers are set again; not earlier: the record may close slowly |
+| each observer | the record, progress line and watch for stalls close: they saw how the run ended |
 | `_close_hooks` | `failed`, `closed` and `close` of the user's hooks |
 | `_wait_for_background` | it waits for the calls of `saved` in another thread |
 | `context.closing` | what `open_run` has opened: batches, compilations, logs, checkpoints |
@@ -46,7 +46,16 @@ from jstep.core.tracebacks import original_error, shorten, shortens_tracebacks
 from jstep.core.trees import P, Tree
 from jstep.data.loaders import check_batches
 from jstep.data.loop_batches import LoopBatches
-from jstep.hooks.course import BEGINNING, BETWEEN, CLOSING, READY, WITHIN, Activity, Course, LoopState
+from jstep.hooks.course import (
+    BEGINNING,
+    BETWEEN,
+    CLOSING,
+    READY,
+    WITHIN,
+    Activity,
+    Course,
+    LoopState,
+)
 from jstep.hooks.hook import as_returned_state
 from jstep.loop import stopping
 from jstep.loop.ending import make_end
@@ -67,7 +76,7 @@ _Trace: TypeAlias = TracebackType | None
 
 
 class _KeepFailure(contextlib.AbstractContextManager[None]):
-    """Keeps the error that ends the run in its `Course`, in case the block of the user swallows it."""
+    """Keeps the error that ends the run in its `Course`, in case the user's block swallows it."""
 
     def __init__(self, course: Course) -> None:
         self._course = course
@@ -78,11 +87,13 @@ class _KeepFailure(contextlib.AbstractContextManager[None]):
             return
         is_closed_from_outside = course.activity is Activity.BODY or course.status == CLOSING
         if isinstance(error, GeneratorExit) and is_closed_from_outside:
-            # The user or `_release` has called `close` of the iterator, which raises it at the `yield`. Any other one
-            # comes from the user's loader or hook, also in an `end`, and is an error like any other.
+            # The user or `_release` has called `close` of the iterator, which raises it at the
+            # `yield`. Any other one comes from the user's loader or hook, also in an `end`, and is
+            # an error like any other.
             return
-        # Leaving the contexts of the loop sets `__traceback__`, which a class of exceptions may reject. Then `error` is
-        # what that assignment raises, and `original_error` finds the exception of the user in its context.
+        # Leaving the contexts of the loop sets `__traceback__`, which a class of exceptions may
+        # reject. Then `error` is what that assignment raises, and `original_error` finds the
+        # exception of the user in its context.
         course.failure = original_error(error)
         if course.failure is not error:
             raise course.failure from None
@@ -101,26 +112,28 @@ class _Owner(NamedTuple):
 
 @explains_attributes
 class Run(Generic[P]):
-    """A context manager around your own training loop, which runs the steps, saves checkpoints and resumes.
+    """A context manager around your training loop, which runs steps, saves checkpoints and resumes.
 
-    `train` is `with Run(…) as run: for _ in run: pass`. The number that the loop yields is the number of steps
-    completed.
+    `train` is `with Run(…) as run: for _ in run: pass`. The number that the loop yields is the
+    number of steps completed.
 
-    Entering the block restores the newest checkpoint. Leaving it, also by `break` or `return`, calls the `end` of
-    hooks, saves and closes. Each iteration runs one call of the step (of up to `steps_per_call` steps), then the hooks
-    that are due, then your loop body. You can also call `next(run)` instead of using `for`. With `steps_per_call` above
-    1, where calls end, and so at which steps the body runs, also depends on when this start saves: a body that acts at
-    certain steps uses `every(n)`.
+    Entering the block restores the newest checkpoint. Leaving it, also by `break` or `return`,
+    calls the `end` of hooks, saves and closes. Each iteration runs one call of the step (of up to
+    `steps_per_call` steps), then the hooks that are due, then your loop body. You can also call
+    `next(run)` instead of using `for`. With `steps_per_call` above 1, where calls end, and so at
+    which steps the body runs, also depends on when this start saves: a body that acts at certain
+    steps uses `every(n)`.
 
-    Checkpoints are taken only between iterations, and signals, stops and `last_step` also take effect there. If an
-    exception leaves the body or a hook, nothing of its iteration is saved: the exception's attribute `state` holds the
-    state, and a note names the checkpoint that a restart resumes from.
+    Checkpoints are taken only between iterations, and signals, stops and `last_step` also take
+    effect there. If an exception leaves the body or a hook, nothing of its iteration is saved: the
+    exception's attribute `state` holds the state, and a note names the checkpoint that a restart
+    resumes from.
 
-    If batches is None or `from_loop(…)`, the body makes the batches and calls `train_step` itself, any number of times
-    in an iteration. The last iteration may therefore pass last_step.
+    If batches is None or `from_loop(…)`, the body makes the batches and calls `train_step` itself,
+    any number of times in an iteration. The last iteration may therefore pass last_step.
 
-    Iterate over a run in the thread that entered it, and execute the same iterations on all processes. In a notebook,
-    put the whole block into one cell.
+    Iterate over a run in the thread that entered it, and execute the same iterations on all
+    processes. In a notebook, put the whole block into one cell.
 
     Args:
         train_step: As in `train`, like all arguments that are not listed here.
@@ -128,15 +141,16 @@ class Run(Generic[P]):
 
     Attributes:
         step: The number of training steps completed.
-        state: The latest state, which is donated to the next step. In the body, you may replace it by a state of the
-            same step, structure, shapes and dtypes. After the block, it is the last complete state, or None if that
-            was donated.
+        state: The latest state, which is donated to the next step. In the body, you may replace it
+            by a state of the same step, structure, shapes and dtypes. After the block, it is the
+            last complete state, or None if that was donated.
         metrics: The metrics of the latest call, on the device; None before the first one.
 
     Raises:
-        RuntimeError: The run is entered twice, `run.state = …` or `train_step` is used outside of the body, or `every`
-            is called twice, or after the first step.
-        Preempted: Raised by the `for` statement, or at the end of the block: see `train`, also for other exceptions.
+        RuntimeError: The run is entered twice, `run.state = …` or `train_step` is used outside of
+            the body, or `every` is called twice, or after the first step.
+        Preempted: Raised by the `for` statement, or at the end of the block: see `train`, also for
+            other exceptions.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -203,9 +217,11 @@ class Run(Generic[P]):
         self._owner: _Owner | None = None  # what has entered it
         # Until `__enter__`, an empty generator, as `_release` calls its `close`.
         self._iterator: Generator[int, None, None] = (step for step in range(0))
-        self._body_resumed_at = 0.0  # by the stopwatch: when a body that makes its batches began, or went on
-        # The last position, from the end of the loop on, or from its error. Here and not in the `Course`, which hooks
-        # and observers refer to in cycles: so the last state is freed as soon as the user drops the run.
+        # When a body that makes its batches began, or went on, by the stopwatch.
+        self._body_resumed_at = 0.0
+        # The last position, from the end of the loop on, or from its error. Here and not in the
+        # `Course`, which hooks and observers refer to in cycles: so the last state is freed as soon
+        # as the user drops the run.
         self._outcome = LoopState(0, None)
 
     # What a loop uses.
@@ -226,7 +242,9 @@ class Run(Generic[P]):
         if not isinstance(state, TrainState):
             raise TypeError(f"run.state: must be a TrainState, got {describe_type(state)}")
         position = course.position
-        new_state = as_returned_state(state, position.state, position.step, "run.state was assigned")
+        new_state = as_returned_state(
+            state, position.state, position.step, "run.state was assigned"
+        )
         course.replace_state(new_state, "the body")
 
     @property
@@ -248,10 +266,14 @@ class Run(Generic[P]):
     def __iter__(self) -> Iterator[int]:
         """Return the iterator over the rest of the run, which yields the step of `state`."""
         if self._stack is None:
-            raise RuntimeError("Run: must be entered first: with jstep.Run(…) as run: for step in run: …")
+            raise RuntimeError(
+                "Run: must be entered first: with jstep.Run(…) as run: for step in run: …"
+            )
         # A run that is over yields nothing, to anybody.
         if self._owner != _Owner.current() and not self._context.course.is_over:
-            raise RuntimeError("Run: must be iterated over by the process and the thread that entered it")
+            raise RuntimeError(
+                "Run: must be iterated over by the process and the thread that entered it"
+            )
         return self._iterator
 
     def __next__(self) -> int:
@@ -265,14 +287,19 @@ class Run(Generic[P]):
         interval = as_int(steps, "steps", 1, "a number of steps")
         course = self._context.course
         if self._loop_batches is not None:
-            raise RuntimeError("run.every: the body makes the batches, so it must run each time: if step % n == 0: …")
+            raise RuntimeError(
+                "run.every: the body makes the batches, so it "
+                "must run each time: if step % n == 0: …"
+            )
         if course.status not in (BEGINNING, READY):
-            raise RuntimeError("run.every: must be called before the first step, because it sets where calls end")
+            raise RuntimeError(
+                "run.every: must be called before the first step, because it sets where calls end"
+            )
         timetable = self._context.timetable
         if timetable.body_interval is not None:
             raise RuntimeError(
-                f"run.every({steps}): was called before, with {timetable.body_interval}, and a run has one body; "
-                "use if step % n == 0: … in it"
+                f"run.every({steps}): was called before, with {timetable.body_interval}, and a run "
+                "has one body; use if step % n == 0: … in it"
             )
         iterator = iter(self)  # first, as it raises if the run was not entered
         timetable.body_interval = interval
@@ -280,12 +307,12 @@ class Run(Generic[P]):
 
     @shortens_tracebacks
     def train_step(self, *args: Any) -> Metrics:
-        """Take one step, `train_step(state, *args)`, and call the hooks that are due; return its metrics."""
+        """Take one step, `train_step(state, *args)`, and call the due hooks; return its metrics."""
         context = self._context
         if self._loop_batches is None:
             raise RuntimeError(
-                "run.train_step: the run takes its batches itself; to make them in the body, give batches=None or "
-                "jstep.from_loop(…)"
+                "run.train_step: the run takes its batches itself; to make them in the body, give "
+                "batches=None or jstep.from_loop(…)"
             )
         self._require_body("run.train_step(…)")
         self._pause_body()
@@ -300,15 +327,18 @@ class Run(Generic[P]):
         if course.activity is not Activity.BODY or self._owner != _Owner.current():
             if course.failure is not None:  # the block has swallowed it
                 raise course.failure
-            raise RuntimeError(f"{what}: must be in the body of `for step in run:`, before the run has ended")
+            raise RuntimeError(
+                f"{what}: must be in the body of `for step in run:`, before the run has ended"
+            )
 
     # The loop.
 
     def _iterate(self) -> Generator[int, None, None]:
         """The loop, from its first batch to its last hooks; it yields to the body of the user.
 
-        The order within an iteration is a promise: the call, the hooks of its step, the body, and only then whatever a
-        restart may resume from. So in a checkpoint of step N, the hooks and the body of N have run, each once.
+        The order within an iteration is a promise: the call, the hooks of its step, the body, and
+        only then whatever a restart may resume from. So in a checkpoint of step N, the hooks and
+        the body of N have run, each once.
         """
         course = self._context.course
         with _KeepFailure(course):
@@ -322,19 +352,20 @@ class Run(Generic[P]):
                     if course.has_body and course.take_due_body():
                         self._resume_body()
                         yield course.position.step
-                        # A `train_step` in the body has failed, and the body has caught its error. `__exit__` raises
-                        # it again; until then no hook runs, and nothing is saved.
+                        # A `train_step` in the body has failed, and the body has caught its error.
+                        # `__exit__` raises it again; until then no hook runs, and nothing is saved.
                         if course.failure is not None:
                             return
                         self._pause_body()
                     course.status = BETWEEN  # `course.end_iteration()`, inlined
-                    # Savers come after the body: what it does belongs to the checkpoint of its step.
+                    # Savers come after the body: what it does belongs to the checkpoint of its
+                    # step.
                     if self._has_duty() and not self._end_iteration():
                         break
                     course.activity = Activity.FETCHING
             except StopWaiting:
-                # A signal has ended the wait for a batch or a program. The state is still that of the latest boundary,
-                # and the batch is made again after the restart.
+                # A signal has ended the wait for a batch or a program. The state is still that of
+                # the latest boundary, and the batch is made again after the restart.
                 course.leave()
             if course.owes_body:
                 course.begin_last_body()
@@ -345,7 +376,7 @@ class Run(Generic[P]):
             self._finish()
 
     def _begin(self) -> Iterable[Chunk | None]:
-        """Return the chunks of the run, or None for each iteration of a body that makes the batches."""
+        """Return the chunks of the run, or None for each iteration of a body that makes batches."""
         context = self._context
         if not context.course.has_next:
             return ()
@@ -362,7 +393,8 @@ class Run(Generic[P]):
         context = self._context
         course = context.course
         if context.in_flight.is_check_due:
-            course.activity = Activity.CALLING  # it waits for the device: a stall must not blame the batches
+            # It waits for the device: a stall must not blame the batches.
+            course.activity = Activity.CALLING
             context.in_flight.make_room()  # waits for a call that was made long ago
         if context.signals.received is not None and chunk.can_interrupt:
             context.signals.check()  # it arrived since the batch was fetched
@@ -370,16 +402,16 @@ class Run(Generic[P]):
         state, metrics = self._run_chunk(course.position.state, chunk)
         step = chunk.first + chunk.steps
         course.position = LoopState(step, state, metrics, chunk.program.rows)
-        # `course.forbid_saves()`, inlined. Only now: if tracing or compiling the step fails, the state is still that
-        # between two iterations, and is saved.
+        # `course.forbid_saves()`, inlined. Only now: if tracing or compiling the step fails, the
+        # state is still that between two iterations, and is saved.
         course.status = WITHIN
         context.in_flight.add(chunk.first, step, state, metrics)
         for listener in context.components.dispatch.due_listeners:
             listener(chunk, state)
         context.components.runner.call_after_step(chunk.first)
 
-    # The time of a body counts as hooks. That of a body that makes the batches counts as waiting for a batch, until it
-    # calls `train_step`.
+    # The time of a body counts as hooks. That of a body that makes the batches counts as waiting
+    # for a batch, until it calls `train_step`.
 
     def _resume_body(self) -> None:
         context = self._context
@@ -395,7 +427,8 @@ class Run(Generic[P]):
         if self._loop_batches is None:
             context.watch.end_body(Activity.BODY)
         else:
-            # The time of the body between two of its steps: a body that hangs is found by comparison with these.
+            # The time of the body between two of its steps: a body that hangs is found by
+            # comparison with these.
             context.watch.record(Activity.BODY, self._body_resumed_at)
             self._switch_to_calls()
 
@@ -405,9 +438,10 @@ class Run(Generic[P]):
     # Between two iterations.
 
     def _has_duty(self) -> bool:
-        """Whether there is something to do before the next iteration; after most calls, there is nothing.
+        """Whether there is something to do before the next iteration; mostly, there is not.
 
-        On several processes there always may be: they agree on signals only if all ask after each call.
+        On several processes there always may be: they agree on signals only if all ask after each
+        call.
         """
         context = self._context
         course = context.course
@@ -422,14 +456,15 @@ class Run(Generic[P]):
     def _end_iteration(self) -> bool:
         """Save if due, and obey a signal; return whether another iteration follows.
 
-        The save comes first: a signal that arrives meanwhile is obeyed here, and not a step later. At the last step
-        there is none: it would lack the last rows of logs, and the end saves.
+        The save comes first: a signal that arrives meanwhile is obeyed here, and not a step later.
+        At the last step there is none: it would lack the last rows of logs, and the end saves.
         """
         context = self._context
         course = context.course
         runner = context.components.runner
-        # Of several processes only one may have failed to write a log. It asks all to stop, as for a signal, and its
-        # error is raised where they do. On one process, `stop_all` returns False, and the error is raised below.
+        # Of several processes only one may have failed to write a log. It asks all to stop, as for
+        # a signal, and its error is raised where they do. On one process, `stop_all` returns False,
+        # and the error is raised below.
         defers_failures = bool(context.failures) and context.signals.stop_all()
         if course.has_next and course.position.step >= context.timetable.next_save:
             runner.save(raises_failures=not defers_failures)
@@ -446,7 +481,8 @@ class Run(Generic[P]):
         context = self._context
         course = context.course
         runner = context.components.runner
-        are_batches_used_up = course.has_next  # the loop has ended, though another iteration would follow
+        # The loop has ended, though another iteration would follow.
+        are_batches_used_up = course.has_next
         is_left_before_first = course.status == READY
         course.end()
         if are_batches_used_up:
@@ -457,13 +493,14 @@ class Run(Generic[P]):
         if course.is_leaving or context.signals.poll_stop_signal():
             stopping.exit_on_signal(context)
         if is_left_before_first or not course.owes_end:
-            # A block that is left before its first batch, although there are steps to take, has done nothing, and so
-            # ends well. If its checkpoint owes `end`s, it still owes them: nothing here marks them as made.
+            # A block that is left before its first batch, although there are steps to take, has
+            # done nothing, and so ends well. If its checkpoint owes `end`s, it still owes them:
+            # nothing here marks them as made.
             course.is_finished = True
         elif not make_end(context):
             stopping.exit_on_signal(context)
-        # Polled again, as the `end`s may have taken minutes. If they have run, that is saved, and a restart does not
-        # make them again.
+        # Polled again, as the `end`s may have taken minutes. If they have run, that is saved, and a
+        # restart does not make them again.
         if context.signals.poll_stop_signal():
             stopping.exit_on_signal(context)
         runner.raise_log_errors()
@@ -476,9 +513,11 @@ class Run(Generic[P]):
         context = self._context
         if context.course.is_over:
             return
-        if context.course.status != BEGINNING:  # a run that had no step to take was not stopped here
+        if context.course.status != BEGINNING:
+            # A run that had no step to take was not stopped here.
             self.stop()
-        if context.course.activity is Activity.BODY:  # the block has left the body, by `break` or `return`
+        if context.course.activity is Activity.BODY:
+            # The block has left the body, by `break` or `return`.
             self._pause_body()
             context.course.end_iteration()
         self._finish()
@@ -488,7 +527,9 @@ class Run(Generic[P]):
     @shortens_tracebacks
     def __enter__(self) -> "Run[P]":
         if self._stack is not None:
-            raise RuntimeError("Run: must be entered once; make another Run to resume from its checkpoint")
+            raise RuntimeError(
+                "Run: must be entered once; make another Run to resume from its checkpoint"
+            )
         context = self._context
         with contextlib.ExitStack() as stack:
             self._stack = stack
@@ -521,7 +562,8 @@ class Run(Generic[P]):
             return
         if self._owner.process != os.getpid():  # the body has forked; the run belongs to the parent
             return
-        self._context.watch.end_body()  # it may be open; its duration is not recorded, as it may have ended early
+        # It may be open; its duration is not recorded, as it may have ended early.
+        self._context.watch.end_body()
         if error is not None and not ends_like_break:
             stack.__exit__(kind, error, trace)
             shorten(error)
@@ -535,17 +577,19 @@ class Run(Generic[P]):
                 del failure  # breaks the reference cycle with this frame, which its traceback holds
 
     def _has_closed_generator(self, error: BaseException | None) -> bool:
-        """Whether a generator that contains the block was closed between two iterations: it then ends as by `break`.
+        """Whether a generator around the block was closed between two iterations.
 
-        The loop itself has not raised `error`. A generator that is closed at a `yield` of the body leaves half an
-        iteration, which must not be saved.
+        Then the block ends as by `break`. The loop itself has not raised `error`. A generator that
+        is closed at a `yield` of the body leaves half an iteration, which must not be saved.
         """
         return isinstance(error, GeneratorExit) and self._context.course.status != WITHIN
 
     def _enter_settings(self, stack: contextlib.ExitStack) -> None:
         progress = self._context.options.progress
         # In a notebook, the progress bar shows what lines of level INFO would.
-        level = logging.WARNING if progress is None and interactive.is_notebook() else logging.NOTSET
+        level = (
+            logging.WARNING if progress is None and interactive.is_notebook() else logging.NOTSET
+        )
         stack.enter_context(overriding_mesh(mesh_of(self._context.state)))
         if progress is not False and processes.is_process_0():
             stack.enter_context(log_to_stderr(level))
@@ -553,7 +597,7 @@ class Run(Generic[P]):
         stack.enter_context(warning_once())
 
     def _rescue(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
-        """After an error, save the state if a restart may resume from it, and attach it to the error."""
+        """On an error, save the state if a restart may resume from it; attach it to the error."""
         context = self._context
         if error is None:
             return
@@ -571,7 +615,10 @@ class Run(Generic[P]):
             stopping.exit_immediately(context.step, error)
 
     def _release(self) -> None:
-        """Let the observers read the last state, then drop it and all that holds it; what still closes only writes."""
+        """Let the observers read the last state, then drop it and all that holds it.
+
+        What still closes only writes.
+        """
         context = self._context
         for observer in context.observers:
             observer.on_close()
@@ -585,7 +632,7 @@ class Run(Generic[P]):
             self._context.background.wait()
 
     def _agree_and_exit(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
-        """Agree with the other processes on a signal that arrived while the run closed, and obey it."""
+        """Agree with the other processes on a signal received while the run closed; obey it."""
         context = self._context
         signals = context.signals
         state = self._outcome.state
@@ -614,4 +661,6 @@ class Run(Generic[P]):
             interactive.forget()  # after a run that ended well, `interrupted_state()` returns None
 
 
-_DEFAULTS = {name: argument.default for name, argument in inspect.signature(Run.__init__).parameters.items()}
+_DEFAULTS = {
+    name: argument.default for name, argument in inspect.signature(Run.__init__).parameters.items()
+}

@@ -25,15 +25,21 @@ def as_steps(step: object) -> Array:
     dtype = trees.default_int()
     step_dtype = step.dtype if hasattr(step, "dtype") else np.asarray(step).dtype
     if not jnp.issubdtype(step_dtype, jnp.integer):
-        raise TypeError(f"step={step!r}: must be an integer or an array of integers, got dtype {step_dtype}")
+        raise TypeError(
+            f"step={step!r}: must be an integer or an array of integers, got dtype {step_dtype}"
+        )
     value = trees.concrete(step)
     if value is not None:
         # Independent of the mesh of the step and of the current mesh.
         step = value
         if value.size and value.min() < 0:
-            raise ValueError(f"step={value.min()}: must be ≥ 0, it counts the training steps completed")
+            raise ValueError(
+                f"step={value.min()}: must be ≥ 0, it counts the training steps completed"
+            )
         if value.size and value.max() > np.iinfo(dtype).max:
-            raise ValueError(f"step={value.max()}: does not fit {np.dtype(dtype).name}; enable jax_enable_x64")
+            raise ValueError(
+                f"step={value.max()}: does not fit {np.dtype(dtype).name}; enable jax_enable_x64"
+            )
     # Clamp before the cast: an unsigned or wider type would otherwise wrap around.
     array = jnp.asarray(step)
     if array.dtype != dtype and np.iinfo(array.dtype).max > np.iinfo(dtype).max:
@@ -44,7 +50,10 @@ def as_steps(step: object) -> Array:
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-NO_STEP = "a schedule of jstep is made without the step, and called with it later: leave out TF's global_step"
+NO_STEP = (
+    "a schedule of jstep is made without the step, and called with it later: "
+    "leave out TF's global_step"
+)
 
 
 def _remember(schedule: Any, call: RecordedCall) -> Any:
@@ -75,18 +84,23 @@ def _explain_order(
     raise error
 
 
-# In `tf.train` the step is the second argument, after the rate. In such a call a number of steps is passed for a flag,
-# a rate, a ratio or a fraction.
+# In `tf.train` the step is the second argument, after the rate. In such a call a number of steps is
+# passed for a flag, a rate, a ratio or a fraction.
 
 
 def check_count(name: str, value: Any, most: float, meaning: str) -> None:
     if isinstance(value, int | np.integer) and value > most:
-        raise TypeError(f"{name}={format_value(value)}: must be {meaning}, at most {most:g}; {NO_STEP}")
+        raise TypeError(
+            f"{name}={format_value(value)}: must be {meaning}, at most {most:g}; {NO_STEP}"
+        )
 
 
 def _refuse_step(name: str, value: object) -> None:
     if isinstance(value, jax.Array | np.ndarray) and jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"{name}={format_value(value)}: must be a plain number, got {describe_type(value)}; {NO_STEP}")
+        raise TypeError(
+            f"{name}={format_value(value)}: must be a plain number, "
+            f"got {describe_type(value)}; {NO_STEP}"
+        )
 
 
 def flag(name: str, value: object) -> bool:
@@ -99,7 +113,10 @@ def flag(name: str, value: object) -> bool:
 def as_fraction(name: str, value: object, *, zero: bool = False, meaning: str = "") -> Fraction:
     """Convert a positive, finite number of steps to a fraction."""
     if trees.is_traced(value):
-        raise TypeError(f"{name} is traced: must be a plain number, so that steps are divided exactly; {NO_STEP}")
+        raise TypeError(
+            f"{name} is traced: must be a plain number, so that steps are divided "
+            f"exactly; {NO_STEP}"
+        )
     expected = "a number ≥ 0" if zero else "a positive number"
     number = as_number(value, name, low=0, above=not zero, expected=expected, meaning=meaning)
     exact = np.asarray(value).item()
@@ -114,13 +131,21 @@ def as_tf_duration(name: str, value: object, schedule: Callable[..., Any]) -> Fr
     return length if length >= 1 else as_step_count(name, value, schedule)
 
 
-def as_step_count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = False) -> Fraction:
+def as_step_count(
+    name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = False
+) -> Fraction:
     """Validate a number of steps; a float, as in another library's argument order, is rejected."""
-    order = f"the arguments are {schedule.__name__}({', '.join(inspect.signature(schedule).parameters)})"
-    is_float = isinstance(value, float) or (trees.is_array(value) and jnp.issubdtype(value.dtype, jnp.floating))
+    order = (
+        "the arguments are "
+        f"{schedule.__name__}({', '.join(inspect.signature(schedule).parameters)})"
+    )
+    is_float = isinstance(value, float) or (
+        trees.is_array(value) and jnp.issubdtype(value.dtype, jnp.floating)
+    )
     if is_float:
         raise TypeError(
-            f"{name}={format_value(value)}: must be an integer, a number of steps, got {describe_type(value)}; {order}"
+            f"{name}={format_value(value)}: must be an integer, a number of steps, "
+            f"got {describe_type(value)}; {order}"
         )
     try:
         return as_fraction(name, value, zero=zero)
@@ -133,7 +158,7 @@ def numbers(**values: Any) -> list[Any]:
 
 
 def as_tf_number(name: str, value: object, **bounds: Unpack[Bounds]) -> Any:
-    """Convert a number of a schedule of `tf.train`; reject an array of integers, which is a step."""
+    """Convert a number of a schedule of `tf.train`; reject integer arrays, which are steps."""
     _refuse_step(name, value)
     return as_float_or_array(name, value, **bounds)
 
@@ -142,19 +167,24 @@ def as_float_or_array(name: str, value: object, **bounds: Unpack[Bounds]) -> Any
     # Infinities are allowed, unless the bounds say otherwise.
     all_bounds: Bounds = {"finite": False, **bounds}
     number = as_scalar(value, name, **all_bounds)
-    return number if isinstance(number, float) else jnp.asarray(number).astype(trees.default_float())
+    return (
+        number if isinstance(number, float) else jnp.asarray(number).astype(trees.default_float())
+    )
 
 
-# Exact step arithmetic: steps are split into whole and fractional periods before conversion to float.
+# Exact step arithmetic: steps are split into whole and fractional periods before conversion to
+# float.
 #
-# float32 cannot distinguish 16 777 216 from 16 777 217, so `step / decay_steps` in floats is inexact, and a staircase
-# changes at the wrong step. Here a step is divided by a rational period in integers.
+# float32 cannot distinguish 16 777 216 from 16 777 217, so `step / decay_steps` in floats is
+# inexact, and a staircase changes at the wrong step. Here a step is divided by a rational period in
+# integers.
 
 
 def progress(step: Array, start: Fraction, end: Fraction) -> tuple[Array, Array]:
     """The fractions of an interval that have passed and remain, each precise near 0."""
     largest = int(np.iinfo(step.dtype).max)
-    # Steps are multiplied by the denominator of the start, so that their distance from it is an integer.
+    # Steps are multiplied by the denominator of the start, so that their distance from it is an
+    # integer.
     scale = start.denominator if math.ceil(end) * start.denominator <= largest else 1
     first = max(min(round(start * scale), largest), -largest)
     steps = jnp.minimum(step, min(math.ceil(end), largest // scale)) * scale
@@ -208,7 +238,7 @@ SHAPES: Mapping[str, Callable[[Array, Array], tuple[Array, Array]]] = {
 
 
 class Periods(NamedTuple):
-    """A step in units of a period: `whole + fraction`, `remaining = 1 - fraction`, all as floats."""
+    """A step in units of a period, in floats: `whole + fraction`, `remaining = 1 - fraction`."""
 
     whole: Array
     fraction: Array
@@ -230,7 +260,8 @@ def divide_steps(step: Array, length: Fraction) -> Periods:
         # The nearest fraction whose products fit the dtype of the step.
         length = length.limit_denominator(max(1, min(largest, math.isqrt(int(largest / length)))))
         length = max(length, Fraction(1, largest))
-    # With length = n/d and step = u·n + v: step / length = u·d + v·d/n, and every product fits the dtype of the step.
+    # With length = n/d and step = u·n + v: step / length = u·d + v·d/n, and every product fits the
+    # dtype of the step.
     n = length.numerator
     d = length.denominator
     # lax.div rounds towards zero: for steps ≥ 0 the result of //, in fewer operations.

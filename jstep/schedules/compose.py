@@ -34,25 +34,34 @@ def constant(value: Number) -> Schedule:
 
 
 def _as_schedule(name: str, schedule: ScalarOrSchedule) -> Any:
-    return schedule if callable(schedule) else constant(arithmetic.as_float_or_array(name, schedule))
+    return (
+        schedule if callable(schedule) else constant(arithmetic.as_float_or_array(name, schedule))
+    )
 
 
 def _listed(name: str, values: object) -> list[Any]:
     # Strings are sequences, too, and numbers are not: both would raise a misleading error later.
-    if not isinstance(values, list | tuple | np.ndarray | jax.Array) or getattr(values, "ndim", 1) == 0:
-        raise TypeError(f"{name}={format_value(values)}: must be a list, got {describe_type(values)}")
+    if (
+        not isinstance(values, list | tuple | np.ndarray | jax.Array)
+        or getattr(values, "ndim", 1) == 0
+    ):
+        raise TypeError(
+            f"{name}={format_value(values)}: must be a list, got {describe_type(values)}"
+        )
     return list(values)
 
 
 def _floating(value: object) -> Any:
     # A user's schedule may return a Python number or an integer.
     array = jnp.asarray(value)
-    return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(trees.default_float())
+    return (
+        array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(trees.default_float())
+    )
 
 
 @arithmetic.makes_schedule(2)
 def piecewise_constant(boundaries: Sequence[int], values: Sequence[Number]) -> Schedule:
-    """Piecewise constant schedule: values[0] up to and including step boundaries[0], then values[1], etc.
+    """Piecewise constant schedule: values[0] through step boundaries[0], then values[1], etc.
 
     Args:
         boundaries: Increasing steps.
@@ -60,7 +69,8 @@ def piecewise_constant(boundaries: Sequence[int], values: Sequence[Number]) -> S
 
     Raises:
         TypeError: A boundary is not an integer, or a value not a number.
-        ValueError: The boundaries do not increase, or the numbers of boundaries and values do not match.
+        ValueError: The boundaries do not increase, or the numbers of boundaries and values do not
+            match.
 
     Example:
         >>> import jstep
@@ -73,8 +83,12 @@ def piecewise_constant(boundaries: Sequence[int], values: Sequence[Number]) -> S
     edges = _increasing(boundaries)
     values = _listed("values", values)
     if len(values) != len(edges) + 1:
-        raise ValueError(f"values: must be {len(edges) + 1} values, one more than boundaries, got {len(values)}")
-    numbers = [arithmetic.as_float_or_array(f"values[{i}]", value) for i, value in enumerate(values)]
+        raise ValueError(
+            f"values: must be {len(edges) + 1} values, one more than boundaries, got {len(values)}"
+        )
+    numbers = [
+        arithmetic.as_float_or_array(f"values[{i}]", value) for i, value in enumerate(values)
+    ]
 
     def schedule(step: Step, /) -> Any:
         step = arithmetic.as_steps(step)
@@ -97,7 +111,9 @@ def _increasing(boundaries: Sequence[int]) -> list[int]:
     edges = [as_int(boundary, f"boundaries[{i}]") for i, boundary in enumerate(boundaries)]
     for edge, following in itertools.pairwise(edges):
         if not following > edge:
-            raise ValueError(f"boundaries={boundaries}: must increase, but {edge} comes before {following}")
+            raise ValueError(
+                f"boundaries={boundaries}: must increase, but {edge} comes before {following}"
+            )
     return edges
 
 
@@ -105,8 +121,8 @@ def _increasing(boundaries: Sequence[int]) -> list[int]:
 def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: int) -> Schedule:
     """Linear warmup of a schedule: schedule(step) · min(1, (step + 1) / warmup_steps).
 
-    The first update has 1 / warmup_steps of the value; with `warmup_cosine_decay` it has `init_value`, 0 by default,
-    and the peak is reached one step later.
+    The first update has 1 / warmup_steps of the value; with `warmup_cosine_decay` it has
+    `init_value`, 0 by default, and the peak is reached one step later.
 
     Args:
         schedule: The schedule or number to warm up to.
@@ -173,11 +189,13 @@ def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Sc
 
     Args:
         schedules: Schedules or numbers, one more than boundaries.
-        boundaries: Increasing integers > 0: the steps at which the second and later schedules begin.
+        boundaries: Increasing integers > 0: the steps at which the second and later schedules
+            begin.
 
     Raises:
         TypeError: `schedules` or `boundaries` is not a list, or a boundary is not an integer.
-        ValueError: The boundaries do not increase, or the numbers of schedules and boundaries do not match.
+        ValueError: The boundaries do not increase, or the numbers of schedules and boundaries do
+            not match.
 
     Example:
         >>> import jstep
@@ -189,12 +207,18 @@ def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Sc
     edges = _increasing(boundaries)
     if len(schedules) != len(edges) + 1:
         raise ValueError(
-            f"schedules: must be {len(edges) + 1} schedules, one more than boundaries, got {len(schedules)}"
+            f"schedules: must be {len(edges) + 1} schedules, one more than boundaries, "
+            f"got {len(schedules)}"
         )
     if edges and edges[0] <= 0:
-        raise ValueError(f"boundaries[0]={edges[0]}: must be > 0, or the first schedule would never be used")
+        raise ValueError(
+            f"boundaries[0]={edges[0]}: must be > 0, or the first schedule would never be used"
+        )
     segments = [_as_schedule(f"schedules[{i}]", entry) for i, entry in enumerate(schedules)]
-    segments = [segments[0], *(shift(segment, edge) for segment, edge in zip(segments[1:], edges, strict=True))]
+    segments = [
+        segments[0],
+        *(shift(segment, edge) for segment, edge in zip(segments[1:], edges, strict=True)),
+    ]
 
     def joined(step: Step, /) -> Any:
         step = arithmetic.as_steps(step)

@@ -17,7 +17,8 @@ from jstep.schedules import arithmetic
 from jstep.schedules.arithmetic import as_steps
 from jstep.schedules.compose import join, linear_warmup, shift
 
-# Decays of `tf.train` (exponential, natural exponential, inverse time, polynomial) and the linear schedule.
+# Decays of `tf.train` (exponential, natural exponential, inverse time, polynomial) and the linear
+# schedule.
 
 
 @arithmetic.makes_schedule()
@@ -118,7 +119,7 @@ def inverse_time_decay(
 
 
 class _Decay(NamedTuple):
-    """The checked arguments of a decay: its value at step 0, its unit of time, its rate per unit."""
+    """The checked arguments of a decay: its value at step 0, unit of time and rate per unit."""
 
     initial: Any
     steps: Fraction
@@ -127,7 +128,11 @@ class _Decay(NamedTuple):
 
 
 def _as_decay(
-    learning_rate: object, decay_steps: object, decay_rate: object, staircase: object, **bounds: Unpack[Bounds]
+    learning_rate: object,
+    decay_steps: object,
+    decay_rate: object,
+    staircase: object,
+    **bounds: Unpack[Bounds],
 ) -> _Decay:
     decay = _Decay(
         initial=arithmetic.as_tf_number("learning_rate", learning_rate),
@@ -147,7 +152,9 @@ def polynomial_decay(
     power: Number = 1.0,
     cycle: bool = False,
 ) -> Schedule:
-    """Polynomial decay: (learning_rate − end) · (1 − step / decay_steps)^power + end; constant from decay_steps.
+    """Polynomial decay: (learning_rate − end) · (1 − step / decay_steps)^power + end.
+
+    It is constant from decay_steps.
 
     Args:
         learning_rate: The value at step 0.
@@ -208,16 +215,20 @@ def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
         >>> print([float(schedule(n)) for n in (0, 1, 4, 9)])
         [0.0, 0.25, 1.0, 1.0]
 
-    Source: `optax.linear_schedule`, `torch.optim.lr_scheduler.LinearLR`. As a warmup from 0, unlike `linear_warmup`,
-    its first update has rate 0.
+    Source: `optax.linear_schedule`, `torch.optim.lr_scheduler.LinearLR`. As a warmup from 0, unlike
+    `linear_warmup`, its first update has rate 0.
     """
     start, end = arithmetic.numbers(init_value=init_value, end_value=end_value)
     return _curve(start, end, arithmetic.as_step_count("steps", steps, linear), "linear")
 
 
-def _curve(first: object, last: object, length: Fraction, shape: str, start: Fraction = Fraction(0)) -> Schedule:
+def _curve(
+    first: object, last: object, length: Fraction, shape: str, start: Fraction = Fraction(0)
+) -> Schedule:
     def schedule(step: Step, /) -> Any:
-        weights = arithmetic.SHAPES[shape](*arithmetic.progress(as_steps(step), start, start + length))
+        weights = arithmetic.SHAPES[shape](
+            *arithmetic.progress(as_steps(step), start, start + length)
+        )
         return arithmetic.interpolate(first, last, weights)
 
     return schedule
@@ -225,8 +236,8 @@ def _curve(first: object, last: object, length: Fraction, shape: str, start: Fra
 
 # Cosine decays of `tf.train`: single, with restarts, and linear cosine.
 #
-# (1 + cos πx) / 2 is computed as sin²(π(1 − x) / 2), with 1 − x exact: the first form loses all precision near the end
-# of a decay.
+# (1 + cos πx) / 2 is computed as sin²(π(1 − x) / 2), with 1 − x exact: the first form loses all
+# precision near the end of a decay.
 
 
 def _fraction(name: str, value: object) -> Any:
@@ -238,7 +249,9 @@ def _fraction(name: str, value: object) -> Any:
 
 @arithmetic.makes_schedule()
 def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0) -> Schedule:
-    """Cosine decay: learning_rate · ((1 − alpha) · (1 + cos(π · min(step, decay_steps) / decay_steps)) / 2 + alpha).
+    """Cosine decay: learning_rate · ((1 − alpha) · (1 + cos(π · x)) / 2 + alpha).
+
+    Here x = min(step / decay_steps, 1).
 
     Args:
         learning_rate: The value at step 0.
@@ -276,10 +289,10 @@ def cosine_decay_restarts(
     m_mul: float = 1.0,
     alpha: Number = 0.0,
 ) -> Schedule:
-    """Cosine decay with warm restarts: period i lasts first_decay_steps · t_mul^i and starts at m_mul^i.
+    """Cosine decay with warm restarts: period i lasts first_decay_steps · t_mul^i, from m_mul^i.
 
-    value = learning_rate · ((1 − alpha) · m_mul^i · (1 + cos(π · x)) / 2 + alpha), where x is the elapsed fraction of
-    period i.
+    value = learning_rate · ((1 − alpha) · m_mul^i · (1 + cos(π · x)) / 2 + alpha), where x is the
+    elapsed fraction of period i.
 
     Args:
         learning_rate: The value at step 0.
@@ -290,8 +303,8 @@ def cosine_decay_restarts(
 
     Raises:
         TypeError: `alpha` or `m_mul` > 1, or the arguments are in TF's order, with the step.
-        ValueError: `first_decay_steps` ≤ 0, `t_mul` < 1 (or so close to 1 that 100 000 periods are possible), or
-            `m_mul` < 0.
+        ValueError: `first_decay_steps` ≤ 0, `t_mul` < 1 (or so close to 1 that 100 000 periods are
+            possible), or `m_mul` < 0.
 
     Example:
         >>> import jstep
@@ -302,7 +315,9 @@ def cosine_decay_restarts(
     Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay_restarts`.
     """
     start = arithmetic.as_tf_number("learning_rate", learning_rate)
-    length = arithmetic.as_tf_duration("first_decay_steps", first_decay_steps, cosine_decay_restarts)
+    length = arithmetic.as_tf_duration(
+        "first_decay_steps", first_decay_steps, cosine_decay_restarts
+    )
     floor = _fraction("alpha", alpha)
     stretch = arithmetic.as_fraction("t_mul", t_mul)
     height = as_number(_fraction("m_mul", m_mul), "m_mul", low=0, expected="a plain number")
@@ -342,7 +357,9 @@ def _restarts(length: Fraction, stretch: Fraction, last: int) -> list[Fraction]:
     begins = [Fraction(0)]
     while begins[-1] <= last:
         if len(begins) > 100_000:
-            raise ValueError(f"t_mul={float(stretch)}: more than 100 000 periods in {last} steps; use t_mul=1.0")
+            raise ValueError(
+                f"t_mul={float(stretch)}: more than 100 000 periods in {last} steps; use t_mul=1.0"
+            )
         begins.append(begins[-1] + length)
         # A millionth of a step is enough; the exact fraction would grow without bound.
         length = Fraction(round(length * stretch * 2**20), 2**20)
@@ -357,9 +374,9 @@ def linear_cosine_decay(
     alpha: Number = 0.0,
     beta: Number = 0.001,
 ) -> Schedule:
-    """Linear cosine decay: learning_rate · ((alpha + 1 − x) · (1 + cos(2π · num_periods · x)) / 2 + beta).
+    """Linear cosine decay: learning_rate · ((alpha + 1 − x) · (1 + cos(2π · n · x)) / 2 + beta).
 
-    Here x = min(step / decay_steps, 1).
+    Here x = min(step / decay_steps, 1), and n = num_periods.
 
     Args:
         learning_rate: The value at step 0 if `alpha` and `beta` are 0.
@@ -377,7 +394,8 @@ def linear_cosine_decay(
         >>> print(jstep.linear_cosine_decay(1.0, 100)(50))
         0.251
 
-    Source: Bello et al., "Neural Optimizer Search with Reinforcement Learning" (2017); `tf.train.linear_cosine_decay`.
+    Source: Bello et al., "Neural Optimizer Search with Reinforcement Learning" (2017);
+    `tf.train.linear_cosine_decay`.
     """
     start = arithmetic.as_tf_number("learning_rate", learning_rate)
     count = arithmetic.as_tf_number("num_periods", num_periods)
@@ -406,7 +424,7 @@ def one_cycle(
     final_div_factor: Number = 1e4,
     anneal: Literal["cos", "linear"] = "cos",
 ) -> Schedule:
-    """One-cycle schedule: from max/div_factor up to max, then down to max/div_factor/final_div_factor.
+    """One-cycle schedule: max/div_factor up to max, then down to max/div_factor/final_div_factor.
 
     The maximum is at step pct_start·total − 1, the end at step total − 1.
 
@@ -435,8 +453,12 @@ def one_cycle(
     """
     top = arithmetic.as_float_or_array("max_value", max_value)
     length = arithmetic.as_step_count("total_steps", total_steps, one_cycle)
-    first = top / arithmetic.as_float_or_array("div_factor", div_factor, low=0, above=True, finite=True)
-    last = first / arithmetic.as_float_or_array("final_div_factor", final_div_factor, low=0, above=True, finite=True)
+    divisor = arithmetic.as_float_or_array("div_factor", div_factor, low=0, above=True, finite=True)
+    first = top / divisor
+    divisor = arithmetic.as_float_or_array(
+        "final_div_factor", final_div_factor, low=0, above=True, finite=True
+    )
+    last = first / divisor
     share = arithmetic.as_fraction("pct_start", pct_start, zero=True)
     if share > 1:
         raise ValueError(f"pct_start={pct_start}: must be ≤ 1, a fraction of total_steps")
@@ -452,12 +474,18 @@ def one_cycle(
     if peak <= 0:
         return falling
     rising = _curve(first, top, peak, shape)
-    return lambda step, /: jnp.where(as_steps(step) <= math.floor(peak), rising(step), falling(step))
+    return lambda step, /: jnp.where(
+        as_steps(step) <= math.floor(peak), rising(step), falling(step)
+    )
 
 
 @arithmetic.makes_schedule()
-def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int | None = None) -> Schedule:
-    """Triangular cyclical schedule: from `base` up to `peak` in step_size_up steps, down in step_size_down steps.
+def cyclical(
+    base: Number, peak: Number, step_size_up: int, step_size_down: int | None = None
+) -> Schedule:
+    """Triangular cyclical schedule: from `base` up to `peak`, and down again.
+
+    It rises in step_size_up steps, and falls in step_size_down steps.
 
     Args:
         base: The lowest value of each cycle.
@@ -474,12 +502,14 @@ def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int 
         >>> print([float(schedule(n)) for n in (0, 2, 4, 6, 8, 10)])
         [0.0, 0.5, 1.0, 0.5, 0.0, 0.5]
 
-    Source: Smith, "Cyclical Learning Rates for Training Neural Networks" (2015); `torch.optim.lr_scheduler.CyclicLR`
-    with mode="triangular".
+    Source: Smith, "Cyclical Learning Rates for Training Neural Networks" (2015);
+    `torch.optim.lr_scheduler.CyclicLR` with mode="triangular".
     """
     foot, top = arithmetic.numbers(base=base, peak=peak)
     up = arithmetic.as_step_count("step_size_up", step_size_up, cyclical)
-    down = up if step_size_down is None else arithmetic.as_step_count("step_size_down", step_size_down, cyclical)
+    down = up
+    if step_size_down is not None:
+        down = arithmetic.as_step_count("step_size_down", step_size_down, cyclical)
     length = up + down
 
     def schedule(step: Step, /) -> Any:
@@ -494,7 +524,8 @@ def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int 
     return schedule
 
 
-# Schedules with a warmup: cosine, warmup-stable-decay, inverse square root, and AdEMAMix's schedules.
+# Schedules with a warmup: cosine, warmup-stable-decay, inverse square root, and AdEMAMix's
+# schedules.
 
 
 @arithmetic.makes_schedule()
@@ -505,14 +536,16 @@ def warmup_cosine_decay(
     init_value: Number = 0.0,
     end_value: Number = 0.0,
 ) -> Schedule:
-    """Linear warmup init_value + (peak − init_value) · step / warmup_steps, then cosine decay to end_value.
+    """Linear warmup, then cosine decay to end_value.
+
+    The warmup is init_value + (peak − init_value) · step / warmup_steps.
 
     Args:
         peak: The value at step `warmup_steps`.
         warmup_steps: The number of warmup steps, ≥ 0.
         decay_steps: The length of the whole schedule, warmup included; > warmup_steps.
-        init_value: The value at step 0. With 0 the first update is zero, unlike with `linear_warmup`, whose first value
-            is peak / warmup_steps.
+        init_value: The value at step 0. With 0 the first update is zero, unlike with
+            `linear_warmup`, whose first value is peak / warmup_steps.
         end_value: The value from step `decay_steps`.
 
     Raises:
@@ -531,7 +564,9 @@ def warmup_cosine_decay(
     warm = arithmetic.as_step_count("warmup_steps", warmup_steps, warmup_cosine_decay, zero=True)
     length = arithmetic.as_step_count("decay_steps", decay_steps, warmup_cosine_decay)
     if length <= warm:
-        raise ValueError(f"decay_steps={decay_steps}: must be > warmup_steps={warmup_steps}, which it includes")
+        raise ValueError(
+            f"decay_steps={decay_steps}: must be > warmup_steps={warmup_steps}, which it includes"
+        )
 
     falling = _curve(top, end, length - warm, "cosine")
     if not warm:
@@ -548,10 +583,12 @@ def warmup_stable_decay(
     end_value: Number = 0.0,
     shape: Literal["linear", "cosine", "sqrt"] = "linear",
 ) -> Schedule:
-    """Warmup-stable-decay (WSD): peak · min(1, (step + 1) / warmup_steps), then peak, then a decay to end_value.
+    """Warmup-stable-decay (WSD): a warmup to peak, then peak, then a decay to end_value.
 
-    With x = (step − warmup_steps − stable_steps) / decay_steps the decay is end_value + (peak − end_value) · s(x), s(x)
-    = 1 − x, (1 + cos πx) / 2 or 1 − √x. Changing `stable_steps` changes no earlier value.
+    The warmup is peak · min(1, (step + 1) / warmup_steps). With
+    x = (step − warmup_steps − stable_steps) / decay_steps the decay is
+    end_value + (peak − end_value) · s(x), s(x) = 1 − x, (1 + cos πx) / 2 or 1 − √x. Changing
+    `stable_steps` changes no earlier value.
 
     Args:
         peak: The value of the plateau.
@@ -571,8 +608,9 @@ def warmup_stable_decay(
         >>> print([round(float(schedule(n)), 3) for n in (0, 3, 8, 13, 18)])
         [0.25, 1.0, 1.0, 0.5, 0.0]
 
-    Source: Hu et al., "MiniCPM" (2024); Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
-    Durations" (2024), for 1 − √x; `get_wsd_schedule` of Hugging Face, with another warmup.
+    Source: Hu et al., "MiniCPM" (2024); Hägele et al., "Scaling Laws and Compute-Optimal Training
+    Beyond Fixed Training Durations" (2024), for 1 − √x; `get_wsd_schedule` of Hugging Face, with
+    another warmup.
     """
     top, end = arithmetic.numbers(peak=peak, end_value=end_value)
     warm = arithmetic.as_step_count("warmup_steps", warmup_steps, warmup_stable_decay, zero=True)
@@ -584,7 +622,9 @@ def warmup_stable_decay(
 
 @arithmetic.makes_schedule()
 def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
-    """Warmup and inverse square root decay: peak · min(1, (step + 1) / w) · √(w / max(step, w)), w = warmup_steps.
+    """Warmup and inverse square root decay: peak · min(1, (step + 1) / w) · √(w / max(step, w)).
+
+    Here w = warmup_steps.
 
     Args:
         peak: The highest value, at the updates number w and w + 1.
@@ -600,8 +640,8 @@ def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
         >>> print([round(float(schedule(n)), 3) for n in (0, 99, 100, 400, 10_000)])
         [0.01, 1.0, 1.0, 0.5, 0.1]
 
-    Source: Vaswani et al., "Attention Is All You Need" (2017); `get_inverse_sqrt_schedule` of Hugging Face, with
-    another warmup.
+    Source: Vaswani et al., "Attention Is All You Need" (2017); `get_inverse_sqrt_schedule` of
+    Hugging Face, with another warmup.
     """
     top = arithmetic.as_float_or_array("peak", peak)
     length = arithmetic.as_step_count("warmup_steps", warmup_steps, inverse_sqrt_decay)
@@ -609,7 +649,11 @@ def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
     def schedule(step: Step, /) -> Any:
         step = as_steps(step)
         decayed = jnp.maximum(step.astype(trees.default_float()), float(length))
-        return top * arithmetic.ramp(step, length) * jnp.sqrt(jnp.asarray(float(length), decayed.dtype) / decayed)
+        return (
+            top
+            * arithmetic.ramp(step, length)
+            * jnp.sqrt(jnp.asarray(float(length), decayed.dtype) / decayed)
+        )
 
     return schedule
 
@@ -642,9 +686,9 @@ def ademamix_alpha(alpha: Number, steps: int) -> Schedule:
 
 @arithmetic.makes_schedule()
 def ademamix_beta3(beta1: Number, beta3: Number, steps: int) -> Schedule:
-    """Warmup of AdEMAMix's β3: min(exp(ln β1 · ln β3 / ((1 − x) ln β3 + x ln β1)), β3), x = (step + 1) / steps.
+    """Warmup of AdEMAMix's β3: min(exp(ln β1 · ln β3 / ((1 − x) ln β3 + x ln β1)), β3).
 
-    The half-life of the slow average grows linearly from β1's to β3's.
+    Here x = (step + 1) / steps. The half-life of the slow average grows linearly from β1's to β3's.
 
     Args:
         beta1: The initial value, in (0, 1).

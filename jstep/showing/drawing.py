@@ -23,11 +23,12 @@ NEUTRAL = COLORS
 
 @functools.cache
 def stylesheet() -> str:
-    return importlib.resources.files("jstep.showing").joinpath("curves.css").read_text(encoding="utf-8")
+    file = importlib.resources.files("jstep.showing").joinpath("curves.css")
+    return file.read_text(encoding="utf-8")
 
 
 class Curve(NamedTuple):
-    """A curve with gaps at nonfinite values; `key` identifies what is drawn in all pictures of a page."""
+    """A curve with gaps at nonfinite values; `key` identifies it in all pictures of a page."""
 
     name: str
     steps: Numbers
@@ -49,7 +50,11 @@ class Mark(NamedTuple):
     key: int | None = None
 
 
-_MARKS = {"start": f"M{{}},{_HEIGHT}v-14", "checkpoint": f"M{{}},{_HEIGHT}v-6", "stage": f"M{{}},{_HEIGHT}V0"}
+_MARKS = {
+    "start": f"M{{}},{_HEIGHT}v-14",
+    "checkpoint": f"M{{}},{_HEIGHT}v-6",
+    "stage": f"M{{}},{_HEIGHT}V0",
+}
 
 
 def picture(
@@ -67,7 +72,8 @@ def picture(
         title: The caption.
         curves: The curves.
         marks: Marks at steps, and at points; those out of the picture are left out.
-        columns: The number of columns of a colored curve, and of a neutral one, in each of which its extremes are kept.
+        columns: The number of columns of a colored curve, and of a neutral one, in each of which
+            its extremes are kept.
         legend: Whether to name the curves.
         style: Whether to include the stylesheet, which a page needs once.
     """
@@ -100,14 +106,18 @@ def picture(
     return f"<style>{stylesheet()}</style>{figure}" if style else figure
 
 
-def _draw_neutral(curve: Curve, key: int, steps: "_StepAxis", values: "_ValueAxis", columns: int) -> str:
+def _draw_neutral(
+    curve: Curve, key: int, steps: "_StepAxis", values: "_ValueAxis", columns: int
+) -> str:
     kept = thin(curve.steps, curve.values, columns)
     path = _path(steps.x(curve.steps[kept]), values.y(curve.values[kept]), digits=0)
     # One path, isolated points included: there may be many thousands of curves.
     return f'<path class="line pale s{NEUTRAL}" data-i="{key}" d="{path.lines}{path.points}"/>'
 
 
-def _draw_colored(curve: Curve, key: int, steps: "_StepAxis", values: "_ValueAxis", columns: int) -> list[str]:
+def _draw_colored(
+    curve: Curve, key: int, steps: "_StepAxis", values: "_ValueAxis", columns: int
+) -> list[str]:
     kept = thin(curve.steps, curve.values, columns)
     path = _path(steps.x(curve.steps[kept]), values.y(curve.values[kept]), digits=1)
     kind = f"s{curve.color} pale" if curve.pale else f"s{curve.color}"
@@ -119,7 +129,8 @@ def _draw_colored(curve: Curve, key: int, steps: "_StepAxis", values: "_ValueAxi
 
 
 def _draw_marks(marks: Iterable[Mark], steps: "_StepAxis", values: "_ValueAxis") -> list[str]:
-    # Of marks that would cover each other, the last is drawn: a run may have thousands of checkpoints.
+    # Of marks that would cover each other, the last is drawn: a run may have thousands of
+    # checkpoints.
     distinct: dict[tuple[str, int, int], Mark] = {}
     for mark in marks:
         if not steps.first <= mark.step <= steps.last:
@@ -129,7 +140,10 @@ def _draw_marks(marks: Iterable[Mark], steps: "_StepAxis", values: "_ValueAxis")
     drawn: list[str] = []
     for mark in distinct.values():
         x = f"{steps.x(mark.step):.1f}"
-        path = _MARKS[mark.kind].format(x) if mark.value is None else f"M{x},{values.y(mark.value):.1f}h0"
+        if mark.value is None:
+            path = _MARKS[mark.kind].format(x)
+        else:
+            path = f"M{x},{values.y(mark.value):.1f}h0"
         data = "" if mark.key is None else f' data-i="{mark.key}"'
         title = f"<title>{html_text(mark.text)}</title>"
         drawn.append(f'<path class="{mark.kind} s{mark.color}"{data} d="{path}">{title}</path>')
@@ -137,7 +151,12 @@ def _draw_marks(marks: Iterable[Mark], steps: "_StepAxis", values: "_ValueAxis")
 
 
 def _frame(
-    title: str, steps: "_StepAxis", values: "_ValueAxis", drawn: Iterable[str], texts: Iterable[str], keys: str
+    title: str,
+    steps: "_StepAxis",
+    values: "_ValueAxis",
+    drawn: Iterable[str],
+    texts: Iterable[str],
+    keys: str,
 ) -> str:
     label = html_text(f"{title}, steps {steps.first} to {steps.last}")
     lines: list[str] = []
@@ -151,14 +170,18 @@ def _frame(
     ends = f'data-x="{steps.first} {steps.last}" data-y="{values.low!r} {values.high!r}"'
     return (
         f'<figure class="curves"><figcaption>{html_text(title)}</figcaption><div>{keys}</div>'
-        f'<svg class="plot" height="{_HEIGHT + 40}" role="img" aria-label="{label}"><title>{label}</title>'
-        f'<svg width="100%" {size} {ends} data-log="{int(values.is_log)}">{"".join([*lines, *drawn])}</svg>'
+        f'<svg class="plot" height="{_HEIGHT + 40}" role="img" aria-label="{label}">'
+        f"<title>{label}</title>"
+        f'<svg width="100%" {size} {ends} data-log="{int(values.is_log)}">'
+        f"{''.join([*lines, *drawn])}</svg>"
         f"{''.join([*labels, *texts])}</svg></figure>"
     )
 
 
 def legend_key(text: str, color: int, dash: int, key: int | None = None) -> str:
-    line = f'<svg width="18" height="8"><path class="s{color} d{dash % _DASHES}" d="M0,4h18"/></svg>'
+    line = (
+        f'<svg width="18" height="8"><path class="s{color} d{dash % _DASHES}" d="M0,4h18"/></svg>'
+    )
     data = "" if key is None else f' data-i="{key}"'
     return f'<span class="key"{data}>{line} {html_text(text)}</span>'
 
@@ -213,7 +236,7 @@ def _share(number: Any, low: float, high: float) -> Any:
 
 
 def _value_axis(curves: Sequence[Curve]) -> _ValueAxis:
-    """The axis of the finite values of curves, logarithmic if they are positive and span three decades."""
+    """The axis of curves' finite values; logarithmic if positive and spanning three decades."""
     finite = np.concatenate([*(curve.values[np.isfinite(curve.values)] for curve in curves), []])
     if not finite.size:
         return _linear_axis(0.0, 1.0)
@@ -229,7 +252,10 @@ def _log_axis(least: float, most: float) -> _ValueAxis:
     high = math.ceil(math.log10(most))
     exponents = range(low, high + 1, max(1, (high - low + 4) // 5))
     labels = _labels([Decimal(1).scaleb(exponent) for exponent in exponents])
-    ticks = [(_share(float(exponent), low, high), label) for exponent, label in zip(exponents, labels, strict=True)]
+    ticks = [
+        (_share(float(exponent), low, high), label)
+        for exponent, label in zip(exponents, labels, strict=True)
+    ]
     return _ValueAxis(float(low), float(high), ticks, is_log=True)
 
 
@@ -245,16 +271,21 @@ def _linear_axis(least: float, most: float) -> _ValueAxis:
     low = min(float(numbers[0]), least)
     high = max(float(numbers[-1]), most)
     labels = _labels(numbers)
-    ticks = [(_share(float(number), low, high), label) for number, label in zip(numbers, labels, strict=True)]
+    ticks = [
+        (_share(float(number), low, high), label)
+        for number, label in zip(numbers, labels, strict=True)
+    ]
     return _ValueAxis(low, high, ticks, is_log=False)
 
 
 def _round_ticks(low: Decimal, high: Decimal, most: int) -> list[Decimal]:
-    """Return about `most` multiples of 1, 2 or 5 times a power of ten, from below `low` to above `high`."""
+    """Return about `most` multiples of 1, 2 or 5 × 10^k, from below `low` to above `high`."""
     with decimal.localcontext(prec=40):
         rough = (high - low or Decimal(1)) / most
         unit = Decimal(1).scaleb(rough.adjusted())
-        size = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= rough * Decimal("0.999"))
+        size = unit * next(
+            factor for factor in (1, 2, 5, 10) if factor * unit >= rough * Decimal("0.999")
+        )
         return [i * size for i in range(math.floor(low / size), math.ceil(high / size) + 1)]
 
 
@@ -284,7 +315,8 @@ def _label(tick: Decimal, is_short: bool) -> str:
 def thin(steps: Numbers, values: Numbers, columns: int) -> Numbers:
     """Return the indices of the points that show in a picture of some columns.
 
-    In each column, these are the first and the last point, a highest and a lowest one, and one that is not finite.
+    In each column, these are the first and the last point, a highest and a lowest one, and one that
+    is not finite.
     """
     if values.size <= 4 * columns:
         return np.arange(values.size)

@@ -1,7 +1,7 @@
-"""Compact numbers: integer codes with a scale for each block of an axis, and bfloat16 with an 8-bit remainder.
+"""Compact numbers: integer codes with a scale per block of an axis, bfloat16 and 8-bit remainders.
 
-Codes of signed values are proportional to the square root of the value, codes of squares to the fourth root. Rounding
-alternates, so that the mean of the decoded values is exact.
+Codes of signed values are proportional to the square root of the value, codes of squares to the
+fourth root. Rounding alternates, so that the mean of the decoded values is exact.
 """
 
 import functools
@@ -15,7 +15,12 @@ from jax.typing import DTypeLike
 from jstep.core.trees import Array
 
 SMALLEST_BLOCK = 32
-KINDS = {"mean": np.dtype("int8"), "slow": np.dtype("int16"), "square": np.dtype("uint8"), "weight": None}
+KINDS = {
+    "mean": np.dtype("int8"),
+    "slow": np.dtype("int16"),
+    "square": np.dtype("uint8"),
+    "weight": None,
+}
 """Kind of a slot's values → the dtype of its codes; None for bfloat16 with a remainder."""
 _TINY = np.float32(2.0**-126)
 _ALMOST = np.float32(1 - 2.0**-20)
@@ -57,20 +62,27 @@ def split_blocks(x: Array, blocks: Blocks) -> Array:
 
 
 def _expand_over_elements(x: Array, blocks: Blocks, shape: tuple[int, ...]) -> Array:
-    return jnp.broadcast_to(jnp.expand_dims(x, blocks.axis + 1), _split(shape, blocks)).reshape(shape)
+    expanded = jnp.broadcast_to(jnp.expand_dims(x, blocks.axis + 1), _split(shape, blocks))
+    return expanded.reshape(shape)
 
 
 def _split(shape: tuple[int, ...], blocks: Blocks) -> tuple[int, ...]:
-    return (*shape[: blocks.axis], shape[blocks.axis] // blocks.size, blocks.size, *shape[blocks.axis + 1 :])
+    return (
+        *shape[: blocks.axis],
+        shape[blocks.axis] // blocks.size,
+        blocks.size,
+        *shape[blocks.axis + 1 :],
+    )
 
 
 def decode(codes: Array, scales: Array, flat: bool = False) -> Array:
     """The values of codes, in float32; `flat` computes without a view of the blocks."""
     blocks = blocks_between(codes.shape, scales.shape)
-    # If the view and the array are both used, XLA's GPU compiler does the same work twice and stores the results. On
-    # CPUs the view is faster.
+    # If the view and the array are both used, XLA's GPU compiler does the same work twice and
+    # stores the results. On CPUs the view is faster.
     viewed = codes if flat else split_blocks(codes, blocks)
-    c = viewed.astype(jnp.int32).astype(jnp.float32) * np.float32(1 / int(np.iinfo(codes.dtype).max))
+    unit = np.float32(1 / int(np.iinfo(codes.dtype).max))
+    c = viewed.astype(jnp.int32).astype(jnp.float32) * unit
     unscaled = jnp.square(jnp.square(c)) if codes.dtype == jnp.uint8 else c * jnp.abs(c)
     if flat:
         factors = _expand_over_elements(scales, blocks, codes.shape)
@@ -79,7 +91,9 @@ def decode(codes: Array, scales: Array, flat: bool = False) -> Array:
     return (unscaled * factors).reshape(codes.shape)
 
 
-def encode(x: Array, blocks: Blocks, dtype: DTypeLike, fractions: object = 0.5) -> tuple[Array, Array]:
+def encode(
+    x: Array, blocks: Blocks, dtype: DTypeLike, fractions: object = 0.5
+) -> tuple[Array, Array]:
     """The codes of a dtype of `KINDS`, and the scales, of a float32 array.
 
     Codes are rounded up above the thresholds `fractions` in [0, 1); 0.5 rounds to nearest.
@@ -90,13 +104,16 @@ def encode(x: Array, blocks: Blocks, dtype: DTypeLike, fractions: object = 0.5) 
 
 def block_scales(x: Array, blocks: Blocks) -> Array:
     """The largest absolute value of each block, at least the smallest normal number."""
-    # Compare bits: the largest belong to the largest number, or to a NaN, which a float reduction may drop on CPUs.
+    # Compare bits: the largest belong to the largest number, or to a NaN, which a float reduction
+    # may drop on CPUs.
     bits = jax.lax.bitcast_convert_type(jnp.abs(split_blocks(x, blocks)), jnp.int32)
     largest = jax.lax.reduce(bits, _TINY.view(np.int32), jax.lax.max, (blocks.axis + 1,))
     return jax.lax.bitcast_convert_type(largest, jnp.float32)
 
 
-def quantize(x: Array, scales: Array, blocks: Blocks, dtype: DTypeLike, fractions: Any, flat: bool = False) -> Array:
+def quantize(
+    x: Array, scales: Array, blocks: Blocks, dtype: DTypeLike, fractions: Any, flat: bool = False
+) -> Array:
     """The codes of an array with known scales; see `encode` and `decode`."""
     if flat:
         share = x / _expand_over_elements(scales, blocks, x.shape)
@@ -112,8 +129,9 @@ def quantize(x: Array, scales: Array, blocks: Blocks, dtype: DTypeLike, fraction
     return codes.astype(jnp.int32).astype(dtype).reshape(x.shape)
 
 
-# A value lies between those of two codes, n and n + 1. Its share of the way to the next one decides how it is rounded,
-# so that the mean of the decoded values is exact: not its share of the way between the roots.
+# A value lies between those of two codes, n and n + 1. Its share of the way to the next one decides
+# how it is rounded, so that the mean of the decoded values is exact: not its share of the way
+# between the roots.
 
 
 def _signed_codes(share: Array, fractions: Any, largest: int) -> Array:
@@ -134,8 +152,12 @@ def _square_codes(share: Array, fractions: Any, largest: int) -> Array:
 
 
 def fractions_at(shape: tuple[int, ...], turn: Turn, first: tuple[Any, ...] | None = None) -> Array:
-    """A number in [0, 1) for each element: a hash of its position, moved by the golden ratio in each step."""
-    n = jnp.zeros(shape, jnp.uint32) + jnp.asarray(turn.salt).astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
+    """A number in [0, 1) for each element.
+
+    It is a hash of the element's position, moved by the golden ratio in each step.
+    """
+    n = jnp.zeros(shape, jnp.uint32)
+    n = n + jnp.asarray(turn.salt).astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
     for axis in range(len(shape)):
         position = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
         if first is not None:
@@ -155,11 +177,12 @@ def split_halves(x: Array, fractions: Any = 0.5) -> tuple[Array, Array]:
     bits = jnp.where(finite, (bits + dropped) & ~0xFF, bits)
     high = jnp.where(finite, (bits + 0x8000) & ~0xFFFF, bits)
     low = jnp.where(finite, (bits - high) >> 8, 0)
-    return jax.lax.bitcast_convert_type(high, jnp.float32).astype(jnp.bfloat16), low.astype(jnp.int8)
+    top = jax.lax.bitcast_convert_type(high, jnp.float32).astype(jnp.bfloat16)
+    return top, low.astype(jnp.int8)
 
 
 def join_halves(top: Array, low: Array) -> Array:
-    """The float32 of a bfloat16 and its remainder; for a changed bfloat16, within half its last place."""
+    """The float32 of a bfloat16 and its remainder; of a changed one, within half its last place."""
     whole = top.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(whole, jnp.int32)
     # A parameter that the user set to 0 keeps its sign: the old remainder may be negative.

@@ -18,7 +18,8 @@ from jstep.core.trees import Array, Tree, concrete, default_int, native, quote_p
 class IndexedSlices:
     """Sparse rows of a table: `dense[indices[i]] += values[i]`, zero elsewhere.
 
-    Rows with the same index are summed first. Concrete indices out of range raise an error, traced ones are dropped.
+    Rows with the same index are summed first. Concrete indices out of range raise an error, traced
+    ones are dropped.
 
     Attributes:
         values: The rows, shape (n, *dense_shape[1:]).
@@ -52,7 +53,8 @@ class IndexedSlices:
     def to_dense(self) -> Array:
         """Return the table as an array of shape `dense_shape`."""
         rows = combine_rows(self)
-        return jnp.zeros(self.dense_shape, rows.values.dtype).at[rows.indices].add(rows.values, mode="drop")
+        zeros = jnp.zeros(self.dense_shape, rows.values.dtype)
+        return zeros.at[rows.indices].add(rows.values, mode="drop")
 
 
 @jax.tree_util.register_dataclass
@@ -104,23 +106,32 @@ def check(slices: IndexedSlices, path: str = "", shape: tuple[int, ...] | None =
     """Validate slices; the range of indices is checked only if they are concrete."""
     subject = f"IndexedSlices at {quote_path(path)}" if path else "IndexedSlices"
     if shape is not None and slices.dense_shape != tuple(shape):
-        raise ValueError(f"{subject}: dense_shape={slices.dense_shape}, but the parameter has shape {tuple(shape)}")
+        raise ValueError(
+            f"{subject}: dense_shape={slices.dense_shape}, "
+            f"but the parameter has shape {tuple(shape)}"
+        )
     if not slices.dense_shape:
         raise ValueError(f"{subject}: dense_shape=() has no rows; a scalar takes a plain gradient")
     if not jnp.issubdtype(jnp.result_type(slices.indices), jnp.integer):
-        raise TypeError(f"{subject}: indices must be integers, got {jnp.result_type(slices.indices)}")
+        raise TypeError(
+            f"{subject}: indices must be integers, got {jnp.result_type(slices.indices)}"
+        )
     if np.ndim(slices.indices) != 1:
         raise ValueError(f"{subject}: indices must have shape (n,), got {np.shape(slices.indices)}")
     expected = (np.shape(slices.indices)[0], *slices.dense_shape[1:])
     if np.shape(slices.values) != expected:
-        raise ValueError(f"{subject}: values must have shape {expected}, got {np.shape(slices.values)}")
+        raise ValueError(
+            f"{subject}: values must have shape {expected}, got {np.shape(slices.values)}"
+        )
     indices = concrete(slices.indices)
     if indices is not None and indices.size:
         low = int(indices.min())
         high = int(indices.max())
         if low < 0 or high >= slices.dense_shape[0]:
             wrong = low if low < 0 else high
-            raise ValueError(f"{subject}: indices must be ≥ 0 and < {slices.dense_shape[0]}, got {wrong}")
+            raise ValueError(
+                f"{subject}: indices must be ≥ 0 and < {slices.dense_shape[0]}, got {wrong}"
+            )
 
 
 @exempts_transfers
@@ -132,15 +143,17 @@ def trim_slices(rows: IndexedSlices) -> IndexedSlices:
         return rows_in_order(rows.values, rows.named.reshape(-1))
     is_used = rows.indices < rows.dense_shape[0]
     values = jnp.where(_column(is_used, rows.values.ndim), rows.values, jnp.zeros_like(rows.values))
-    return IndexedSlices(values, jnp.where(is_used, rows.indices, rows.indices[0]), rows.dense_shape)
+    return IndexedSlices(
+        values, jnp.where(is_used, rows.indices, rows.indices[0]), rows.dense_shape
+    )
 
 
 @exempts_transfers
 def combine_rows(slices: IndexedSlices, path: str = "") -> IndexedSlices:
     """Sum rows with the same index, in float32 or wider, so that each index occurs once.
 
-    Unused entries are zero rows with indices past the end. The result is for setting rows; `trim_slices` converts it to
-    rows to add.
+    Unused entries are zero rows with indices past the end. The result is for setting rows;
+    `trim_slices` converts it to rows to add.
     """
     check(slices, path)
     rows = slices.dense_shape[0]

@@ -14,7 +14,7 @@ from jstep.core.trees import Params, Slots, Tree, Updates
 from jstep.slots import indexed_slices
 
 IS_IDLE: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_is_idle", default=False)
-"""Whether an optimizer whose leaves have no gradient is called, for slots that change once a step."""
+"""Whether an optimizer without any gradient is called, for slots that change once a step."""
 
 
 class NoGradientsError(ValueError):
@@ -22,7 +22,10 @@ class NoGradientsError(ValueError):
 
     def __init__(self, params: Params, why: str = "") -> None:
         # Pickle calls it with the message alone.
-        text = f"No gradients provided for any variable: {trees.leaf_paths(params)[:20]}. {why}" if why else params
+        text = params
+        if why:
+            paths = trees.leaf_paths(params)[:20]
+            text = f"No gradients provided for any variable: {paths}. {why}"
         super().__init__(text)
 
 
@@ -31,10 +34,13 @@ def match_gradients(updates: Updates, params: Params) -> list[Any]:
     matched = trees.flatten_like(params, updates, "gradients", is_leaf=indexed_slices.is_slices)
     gradients: list[Any] = []
     for (path, leaf), gradient in zip(trees.leaves_with_paths(params), matched, strict=True):
-        gradients.append(None if trees.is_none(gradient) else _checked_gradient(gradient, leaf, path))
+        gradients.append(
+            None if trees.is_none(gradient) else _checked_gradient(gradient, leaf, path)
+        )
     if all(gradient is None for gradient in gradients) and not IS_IDLE.get():
         raise NoGradientsError(
-            params, "All gradients are None; does the loss depend on params, and does var_list leave any?"
+            params,
+            "All gradients are None; does the loss depend on params, and does var_list leave any?",
         )
     return gradients
 
@@ -42,8 +48,8 @@ def match_gradients(updates: Updates, params: Params) -> list[Any]:
 def _checked_gradient(gradient: Tree, leaf: Any, path: str) -> Any:
     if not trees.is_trainable(leaf):
         raise TypeError(
-            f"gradients: got a gradient for {trees.quote_path(path)}, whose dtype {jnp.result_type(leaf)} cannot be "
-            "trained; pass None instead"
+            f"gradients: got a gradient for {trees.quote_path(path)}, "
+            f"whose dtype {jnp.result_type(leaf)} cannot be trained; pass None instead"
         )
     subject = f"gradients: the gradient at {trees.quote_path(path)}"
     if indexed_slices.is_slices(gradient):
@@ -57,7 +63,9 @@ def _checked_gradient(gradient: Tree, leaf: Any, path: str) -> Any:
             gradient = jnp.asarray(gradient, jnp.result_type(leaf))
         dtype = gradient.dtype
         if gradient.shape != np.shape(leaf):
-            raise ValueError(f"{subject} has shape {gradient.shape}, its parameter has shape {np.shape(leaf)}")
+            raise ValueError(
+                f"{subject} has shape {gradient.shape}, its parameter has shape {np.shape(leaf)}"
+            )
     if not trees.is_floating(dtype):
         raise TypeError(f"{subject} has dtype {dtype}; it must be floating point")
     return gradient
@@ -67,11 +75,13 @@ def as_slots(names: Collection[str], slots: Slots) -> Slots:
     """Return some of the slots of a state; raise if one is missing."""
     for name in names:
         if name not in slots:
-            # An element of a chain gets its own slots only: if it has none, the state may still have others.
+            # An element of a chain gets its own slots only: if it has none, the state may still
+            # have others.
             has = f"it has {sorted(slots)}" if slots else "nor any other of this optimizer"
             raise ValueError(
-                f"the state has no slot {name!r}, {has}. It was created with another optimizer: use that "
-                "one, or create new slots with TrainState.create(params, optimizer, global_step=state.global_step)."
+                f"the state has no slot {name!r}, {has}. It was created with another optimizer: "
+                "use that one, or create new slots with TrainState.create(params, optimizer, "
+                "global_step=state.global_step)."
             )
     return {name: slots[name] for name in names}
 
@@ -92,7 +102,9 @@ def describe_difference(new: object, old: object) -> str:
         kind = _kind(leaf)
         old_kind = _kind(old_leaf)
         if kind != old_kind:
-            differing.append(f"{f'whose {path!r} is' if path else 'that is'} {kind} instead of {old_kind}")
+            differing.append(
+                f"{f'whose {path!r} is' if path else 'that is'} {kind} instead of {old_kind}"
+            )
     return format_list(differing, 3)
 
 

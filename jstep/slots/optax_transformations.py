@@ -16,14 +16,24 @@ from jstep.core.exceptions import note
 from jstep.core.jaxprs import Operation, apply, body_of, evaluate, repeated_number
 from jstep.core.new_arrays import MAX_HOST_BYTES, are_on_one_device, copy_as, copy_of, place_like
 from jstep.core.recorded_calls import has_init_and_update, makes_optimizer
-from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Params, Slots, Step, Tree, Updates
+from jstep.core.trees import (
+    EMPTY_CONTEXT,
+    Array,
+    Context,
+    Optimizer,
+    Params,
+    Slots,
+    Step,
+    Tree,
+    Updates,
+)
 from jstep.slots.indexed_slices import IndexedSlices
 from jstep.slots.matching import as_slots, match_gradients
 from jstep.slots.roles import CountedSlot, Init, Roles, copies_in, infer_roles
 
 
 def as_optimizer(name: str, value: object) -> Optimizer:
-    """Return an `Optimizer`; convert a transformation of Optax, as `from_optax` does; reject other values."""
+    """Return an `Optimizer`; convert Optax transformations, like `from_optax`; reject the rest."""
     if isinstance(value, Optimizer):
         return value
     if is_transformation(value):
@@ -31,14 +41,20 @@ def as_optimizer(name: str, value: object) -> Optimizer:
     hint = ""
     if isinstance(value, type) or getattr(value, "__module__", "").startswith(("jstep", "optax")):
         hint = f"; call it: {getattr(value, '__name__', '…')}(...)"
-    raise TypeError(f"{name}={value!r:.60}: must be a jstep.Optimizer, got {describe_type(value)}{hint}")
+    raise TypeError(
+        f"{name}={value!r:.60}: must be a jstep.Optimizer, got {describe_type(value)}{hint}"
+    )
 
 
 def as_first_optimizer(call: str, optimizer: object, other: object) -> Optimizer:
-    """Return the optimizer of a wrapper; `call`, such as "scope(optimizer, name)", had its arguments swapped in 0.4."""
+    """Return the optimizer of a wrapper.
+
+    The arguments of `call`, such as "scope(optimizer, name)", were swapped in 0.4.
+    """
     if not _is_optimizer(optimizer) and _is_optimizer(other):
         raise TypeError(
-            f"optimizer={optimizer!r:.60}: must be a jstep.Optimizer, and is the first argument; use {call}"
+            f"optimizer={optimizer!r:.60}: must be a jstep.Optimizer, "
+            f"and is the first argument; use {call}"
         )
     return as_optimizer("optimizer", optimizer)
 
@@ -48,19 +64,24 @@ def _is_optimizer(value: object) -> bool:
 
 
 def is_transformation(value: object) -> bool:
-    """Whether a value counts as a transformation of Optax: it has `init` and `update`, and nothing more."""
-    # A class is not one, but its instance may be. Objects with hyperparameters are an `Optimizer` or another library's.
-    return has_init_and_update(value) and not (isinstance(value, type) or hasattr(value, "hyperparameters"))
+    """Whether a value counts as an Optax transformation: it has `init` and `update`, no more."""
+    # A class is not one, but its instance may be. Objects with hyperparameters are an `Optimizer`
+    # or another library's.
+    return has_init_and_update(value) and not (
+        isinstance(value, type) or hasattr(value, "hyperparameters")
+    )
 
 
 @makes_optimizer(1)
 def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
-    """The optimizer of a transformation, without hyperparameters; `jstep.from_optax` can report some."""
+    """A transformation's optimizer, without hyperparameters; `jstep.from_optax` can report some."""
     takes = takes_extra(transformation.update)
 
     def init(params: Params, global_step: Step = 0) -> Slots:
         with standard_promotion():
-            state = _initial_state(transformation.init, jax.tree.map(_wide_copy, _trained_only(params)))
+            state = _initial_state(
+                transformation.init, jax.tree.map(_wide_copy, _trained_only(params))
+            )
         return _StateSlots(name, state, params).slots
 
     def skeleton(params: Params) -> _StateSlots:
@@ -71,10 +92,13 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
     def roles(params: Params) -> Roles:
         try:
             shapes = skeleton(params)
-        except Exception:  # L-BFGS has no state for the empty tree with which wrappers compare names
+        except Exception:
+            # L-BFGS has no state for the empty tree with which wrappers compare names.
             return Roles(complete=False)
         with standard_promotion():
-            copies = copies_in(lambda tree: _StateSlots(name, transformation.init(seen(tree)), tree).slots, params)
+            copies = copies_in(
+                lambda tree: _StateSlots(name, transformation.init(seen(tree)), tree).slots, params
+            )
         computing = {slot for slot in copies if slot.rpartition("/")[2] in _ORIGINS}
         inferred = infer_roles(shapes.slots, params, copies, lambda both: skeleton(both).slots)
         declared = Roles(computing=computing, counted=shapes.counted(), injected=shapes.injected())
@@ -83,28 +107,44 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
     def update_leaves(
         gradients: list[Any], slots: Slots, params: Params, shapes: _StateSlots, make_extra: Any
     ) -> tuple[Updates, Slots]:
-        """Update all leaves of `params`; `make_extra(grads)` uses the loss of all parameters of the step."""
+        """Update all leaves of `params`; `make_extra(grads)` uses the step's whole loss."""
         leaves, treedef = trees.flatten(params)
         pairs = zip(gradients, leaves, strict=True)
-        grads = treedef.unflatten([dense(g, p) if trees.is_trainable(p) else None for g, p in pairs])
+        grads = treedef.unflatten(
+            [dense(g, p) if trees.is_trainable(p) else None for g, p in pairs]
+        )
         with standard_promotion():
             extra = {key: value for key, value in make_extra(grads).items() if takes(key)}
             try:
-                new_updates, new_state = transformation.update(grads, shapes.state_from(slots), seen(params), **extra)
+                new_updates, new_state = transformation.update(
+                    grads, shapes.state_from(slots), seen(params), **extra
+                )
             except TypeError as error:
-                if any(takes(key) and key not in extra and f"'{key}'" in str(error) for key in EXTRA):
-                    note(error, "jstep: pass context=jstep.Context(loss, value_and_grad), or train with jstep.minimize")
+                if any(
+                    takes(key) and key not in extra and f"'{key}'" in str(error) for key in EXTRA
+                ):
+                    note(
+                        error,
+                        "jstep: pass context=jstep.Context(loss, value_and_grad), "
+                        "or train with jstep.minimize",
+                    )
                 raise
         new = _StateSlots(name, new_state, params).slots
         if new.keys() != shapes.slots.keys():
             raise ValueError(
-                f"transformation: its update returned {sorted(new)}, its init returned {sorted(shapes.slots)}; a "
-                "compiled step needs the same structure after each update"
+                f"transformation: its update returned {sorted(new)}, "
+                f"its init returned {sorted(shapes.slots)}; "
+                "a compiled step needs the same structure after each update"
             )
         return new_updates, new
 
     def update(
-        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
+        updates: Updates,
+        slots: Slots,
+        params: Params,
+        step: Step,
+        context: Context = EMPTY_CONTEXT,
+        /,
     ) -> tuple[Updates, Slots]:
         gradients = match_gradients(updates, params)
         shapes = skeleton(params)
@@ -113,9 +153,11 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         absent = [g is None for g in gradients]
         make_extra = functools.partial(_extra_arguments, context, params)
         results = None
-        if any(is_absent and trees.is_trainable(p) for is_absent, p in zip(absent, leaves, strict=True)):
-            # Optax must not see a leaf without a gradient: L-BFGS compares parameters with the previous ones, which are
-            # kept. But a mask that is a tree needs all leaves.
+        if any(
+            is_absent and trees.is_trainable(p) for is_absent, p in zip(absent, leaves, strict=True)
+        ):
+            # Optax must not see a leaf without a gradient: L-BFGS compares parameters with the
+            # previous ones, which are kept. But a mask that is a tree needs all leaves.
             with contextlib.suppress(Exception):
                 drop = functools.partial(_drop_absent, treedef, absent)
                 present_slots: Slots = {}
@@ -123,7 +165,9 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
                     present_slots[slot] = slots[slot] if parts is None else drop(slots[slot])
                 present_gradients = [g for g in gradients if g is not None]
                 present = drop(params)
-                results = update_leaves(present_gradients, present_slots, present, skeleton(present), make_extra)
+                results = update_leaves(
+                    present_gradients, present_slots, present, skeleton(present), make_extra
+                )
         if results is None:
             results = update_leaves(gradients, slots, params, shapes, make_extra)
         new_updates, new = results
@@ -131,7 +175,9 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         added = trees.flatten_like(params, new_updates, "updates")
         return _drop_absent(treedef, absent, treedef.unflatten(added)), kept
 
-    return Optimizer(Init(init, roles, needs_all=True), update, lambda step: {}, any(map(takes, EXTRA)))
+    return Optimizer(
+        Init(init, roles, needs_all=True), update, lambda step: {}, any(map(takes, EXTRA))
+    )
 
 
 _ORIGINS = ("x0", "init_particles")
@@ -146,9 +192,9 @@ def _refuse_private(state: Tree) -> None:
 
     if any(map(is_private, jax.tree.leaves(state, is_leaf=is_private))):
         raise TypeError(
-            "transformation: optax.contrib.differentially_private_aggregate (dpsgd) needs the gradient of each "
-            "example, and a step has their mean; call its update on jax.vmap(jax.grad(loss_fn), (None, 0)) in a "
-            "custom step"
+            "transformation: optax.contrib.differentially_private_aggregate "
+            "(dpsgd) needs the gradient of each example, and a step has their mean; "
+            "call its update on jax.vmap(jax.grad(loss_fn), (None, 0)) in a custom step"
         )
 
 
@@ -163,10 +209,13 @@ def standard_promotion() -> Iterator[None]:
 
 
 class _StateSlots:
-    """The state of a transformation as slots: each node like the parameters is one, and so is each other leaf.
+    """The state of a transformation as slots.
+
+    Each node like the parameters is a slot, and so is each other leaf.
 
     Attributes:
-        parts_of: Slot → its values at the trained leaves, or None for one that is not like the parameters.
+        parts_of: Slot → its values at the trained leaves, or None for one that is not like the
+            parameters.
         slots: The slots in the structure of all parameters, with None where a value is no array.
     """
 
@@ -174,7 +223,9 @@ class _StateSlots:
         leaves, self._params_treedef = trees.flatten(params)
         self._trained = [trees.is_trainable(leaf) for leaf in leaves]
         self._trained_treedef = trees.structure(_trained_only(params))
-        nodes, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: self._parts(x) is not None)
+        nodes, treedef = jax.tree_util.tree_flatten_with_path(
+            state, is_leaf=lambda x: self._parts(x) is not None
+        )
         self._state_treedef: Any = treedef
         self._keys: dict[str, Any] = {}
         self.parts_of: dict[str, list[Any] | None] = {}
@@ -187,7 +238,7 @@ class _StateSlots:
             self.slots[slot] = self._slot(node, parts)
 
     def _parts(self, node: object) -> list[Any] | None:
-        """The values at the trained leaves if a node is like params; some may be nodes without leaves."""
+        """The values at the trained leaves if a node is like params; some may be empty nodes."""
         if self._trained_treedef.num_leaves == 0 or jax.tree_util.all_leaves([node]):
             return None
         try:
@@ -196,16 +247,23 @@ class _StateSlots:
             return None
         if not any(map(_is_array, parts)):
             return None
-        return parts if all(_is_array(part) or not jax.tree.leaves(part) for part in parts) else None
+        return (
+            parts if all(_is_array(part) or not jax.tree.leaves(part) for part in parts) else None
+        )
 
     def _slot(self, node: object, parts: list[Any] | None) -> Any:
         if parts is None:
             return node
         arrays = iter([part if _is_array(part) else None for part in parts])
-        return self._params_treedef.unflatten([next(arrays) if is_trained else None for is_trained in self._trained])
+        return self._params_treedef.unflatten(
+            [next(arrays) if is_trained else None for is_trained in self._trained]
+        )
 
     def counted(self) -> set[CountedSlot]:
-        """Return which slots the counts of updates are of: those beside them in a node, as in Optax's own states."""
+        """Return which slots the counts of updates are of.
+
+        These are the slots beside them in a node, as in Optax's own states.
+        """
         counted = set[CountedSlot]()
         for count, node in self.slots.items():
             is_scalar = self.parts_of[count] is None and np.shape(node) == ()
@@ -217,13 +275,18 @@ class _StateSlots:
         return counted
 
     def injected(self) -> set[str]:
-        """Return the slots of the numbers of `optax.inject_hyperparams`, which has a state for each schedule."""
+        """Return the slots of the numbers of `optax.inject_hyperparams`.
+
+        It has a state for each schedule.
+        """
         injected = set[str]()
         for slot, keys in self._keys.items():
             if len(keys) < 2 or keys[-2] != jax.tree_util.GetAttrKey("hyperparams"):
                 continue
             schedule_keys = (*keys[:-2], jax.tree_util.GetAttrKey("hyperparams_states"), keys[-1])
-            has_schedule = any(other[: len(schedule_keys)] == schedule_keys for other in self._keys.values())
+            has_schedule = any(
+                other[: len(schedule_keys)] == schedule_keys for other in self._keys.values()
+            )
             if not has_schedule:
                 injected.add(slot)
         return injected
@@ -236,9 +299,13 @@ class _StateSlots:
                 nodes.append(slots[slot])
                 continue
             leaves = self._params_treedef.flatten_up_to(slots[slot])
-            trained = [leaf for leaf, is_trained in zip(leaves, self._trained, strict=True) if is_trained]
+            trained = [
+                leaf for leaf, is_trained in zip(leaves, self._trained, strict=True) if is_trained
+            ]
             # A part that is no array, such as an empty node of Optax's, is in no slot.
-            values = [part if leaf is None else leaf for leaf, part in zip(trained, parts, strict=True)]
+            values = [
+                part if leaf is None else leaf for leaf, part in zip(trained, parts, strict=True)
+            ]
             nodes.append(self._trained_treedef.unflatten(values))
         return self._state_treedef.unflatten(nodes)
 
@@ -265,8 +332,8 @@ def _wide_copy(leaf: Any) -> Any:
 def _initial_state(init: Callable[[Params], Tree], params: Params) -> Tree:
     """`init(params)`, in memory of its own, and without compiling a program for each shape.
 
-    The operations of `init` are executed one by one, as JAX executes them outside of a trace, except that arrays of one
-    number, such as the zeros of moments, are made on the host.
+    The operations of `init` are executed one by one, as JAX executes them outside of a trace,
+    except that arrays of one number, such as the zeros of moments, are made on the host.
     """
     leaves = jax.tree.leaves(params)
     traced = None
@@ -286,7 +353,10 @@ def _initial_state(init: Callable[[Params], Tree], params: Params) -> Tree:
 
     results = evaluate(body_of(traced), leaves, execute)
     params_by_shape = {leaf.shape: leaf for leaf in leaves}
-    arrays = [place_like(_separate_copy(result), params_by_shape.get(np.shape(result))) for result in results]
+    arrays = [
+        place_like(_separate_copy(result), params_by_shape.get(np.shape(result)))
+        for result in results
+    ]
     return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
 
@@ -334,7 +404,9 @@ def takes_extra(update: Callable[..., Any]) -> Callable[[str], bool]:
         parameters = inspect.signature(update).parameters
     except (TypeError, ValueError):  # a callable without a signature
         return lambda name: False
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes_any = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
     return lambda name: takes_any or name in parameters
 
 
@@ -347,16 +419,22 @@ def _extra_arguments(context: Context, params: Params, grads: Updates) -> dict[s
     return extra
 
 
-def _value_fn(value_and_grad: Callable[[Params], tuple[Array, Updates]], params: Params) -> Callable[[Params], Array]:
+def _value_fn(
+    value_and_grad: Callable[[Params], tuple[Array, Updates]], params: Params
+) -> Callable[[Params], Array]:
     """The loss as a function of the parameters that Optax sees, with the derivative of the step."""
     leaves, treedef = trees.flatten(params)
 
     def evaluated(seen: Params) -> tuple[Array, Params]:
         seen_leaves = treedef.flatten_up_to(seen)
-        values = [p if s is None else s.astype(p.dtype) for s, p in zip(seen_leaves, leaves, strict=True)]
+        values = [
+            p if s is None else s.astype(p.dtype) for s, p in zip(seen_leaves, leaves, strict=True)
+        ]
         loss, gradients = value_and_grad(treedef.unflatten(values))
         grads: list[Any] = []
-        for gradient, leaf, seen_leaf in zip(treedef.flatten_up_to(gradients), leaves, seen_leaves, strict=True):
+        for gradient, leaf, seen_leaf in zip(
+            treedef.flatten_up_to(gradients), leaves, seen_leaves, strict=True
+        ):
             grads.append(None if seen_leaf is None else dense(gradient, leaf))
         return trees.widen(jnp.asarray(loss)), treedef.unflatten(grads)
 

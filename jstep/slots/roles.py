@@ -1,6 +1,7 @@
-"""The roles of slots, declared by the optimizer that creates them, never inferred from names or shapes.
+"""The roles of slots, declared by the optimizer that creates them.
 
-A `TrainState` carries the roles of its slots as static metadata.
+They are never inferred from names or shapes. A `TrainState` carries the roles of its slots as
+static metadata.
 """
 
 import contextvars
@@ -21,10 +22,16 @@ from jstep.core.trees import Optimizer, Params, Slots, Step, Tree, default_int, 
 
 
 class Role(enum.Enum):
-    """The role of a slot that jstep treats specially; a slot with a value for each parameter has none."""
+    """The role of a slot that jstep treats specially.
+
+    A slot with a value for each parameter has none.
+    """
 
     AGE = "the step at which slots were created; a step without an update advances it"
-    PRIVATE_AGE = "an age of an optimizer that skips some steps itself, so that wrappers cannot use it as theirs"
+    PRIVATE_AGE = (
+        "an age of an optimizer that skips some steps itself, "
+        "so that wrappers cannot use it as theirs"
+    )
     HELD = "a held hyperparameter"
     LOSS_SCALE = "the factor on the loss"
 
@@ -63,9 +70,9 @@ class CountedSlot(NamedTuple):
     """Leaves of a slot whose updates an age counts.
 
     Attributes:
-        keys: JAX's keys of a parameter, if only the leaf of this parameter is counted by the age: below the labels of a
-            `partition`, the leaves of one slot of a wrapper have different ages. Not the parameter's index, which is
-            another one in the optimizer of a label.
+        keys: JAX's keys of a parameter, if only the leaf of this parameter is counted by the age:
+            below the labels of a `partition`, the leaves of one slot of a wrapper have different
+            ages. Not the parameter's index, which is another one in the optimizer of a label.
     """
 
     age: str
@@ -74,7 +81,7 @@ class CountedSlot(NamedTuple):
 
 
 class ActsByStep(NamedTuple):
-    """A wrapper that acts at some global steps only, and JAX's keys of the parameters that it sees."""
+    """A wrapper that acts at some global steps only, and JAX's keys of the parameters it sees."""
 
     description: str
     leaves: frozenset[tuple[Any, ...]]
@@ -82,7 +89,9 @@ class ActsByStep(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Roles(Mapping[str, Role | None]):
-    """Slot name → its role; immutable and hashable static metadata of a pytree, which JAX's cache compares.
+    """Slot name → its role.
+
+    This is immutable and hashable static metadata of a pytree, which JAX's cache compares.
 
     Attributes:
         complete: Whether these are all slots; False if `init` cannot be traced.
@@ -91,12 +100,14 @@ class Roles(Mapping[str, Role | None]):
         formats: The wrappers and arguments that decide how numbers are stored.
         misplaced: Slots of wrappers that must be outermost, but are not.
         arguments: Slot of a held hyperparameter → the argument that it was passed for.
-        averages: Slots that an optimizer declares as averages of the parameters, whatever they begin as.
+        averages: Slots that an optimizer declares as averages of the parameters, whatever they
+            begin as.
         computing, in_order: As in `Slot(computes_params=True, in_order=True)`.
         per_step: Slots that change once a step.
         by_step: The wrappers that act at some global steps only.
         counted: What each age counts the updates of.
-        injected: Slots with the numbers that `optax.inject_hyperparams` was given; not those of its schedules.
+        injected: Slots with the numbers that `optax.inject_hyperparams` was given; not those of its
+            schedules.
         frozen: In a state, the indices of the parameters that the optimizer trains under no label.
     """
 
@@ -162,14 +173,16 @@ class Roles(Mapping[str, Role | None]):
     def merge(self, other: "Roles") -> "Roles":
         """Return the roles of the slots of both; of a slot that both have, that of `other`."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "complete"]
-        unions: dict[str, Any] = {name: getattr(self, name) | getattr(other, name) for name in names}
+        unions: dict[str, Any] = {
+            name: getattr(self, name) | getattr(other, name) for name in names
+        }
         return Roles(**unions, complete=self.complete and other.complete)
 
     def with_format(self, format: str) -> "Roles":
         return self.merge(Roles(formats={format}))
 
     def with_misplaced(self, *roles: Role) -> "Roles":
-        """Note that a wrapper stands around slots of these roles, by default of all that must be outermost."""
+        """Note a wrapper around slots of these roles, by default all that must be outermost."""
         return self.merge(Roles(misplaced=set(self.names_with(*(roles or OUTERMOST)))))
 
     def with_order(self) -> "Roles":
@@ -181,7 +194,7 @@ class Roles(Mapping[str, Role | None]):
         return self.replace_roles({Role.AGE: Role.PRIVATE_AGE})
 
     def static_part(self) -> "Roles":
-        """The roles in a state: optimizers with the same slots give states of the same structure."""
+        """The roles in a state: optimizers with equal slots give states of equal structure."""
         roles = self.replace_roles({Role.PRIVATE_AGE: Role.AGE}).roles
         return Roles(
             roles,
@@ -225,8 +238,10 @@ class Init:
     Attributes:
         roles: `roles(params)`: the roles of all slots. It uses no device.
         finished: Whether the updates include −learning_rate.
-        negates: Whether it changes the sign of the updates by a negative factor, besides the −learning_rate.
-        labels: `labels(params)`: the label of each leaf, None if it is never updated; or None without labels.
+        negates: Whether it changes the sign of the updates by a negative factor, besides the
+            −learning_rate.
+        labels: `labels(params)`: the label of each leaf, None if it is never updated; or None
+            without labels.
         needs_all: Whether it must get all parameters, also frozen ones.
     """
 
@@ -234,7 +249,9 @@ class Init:
     roles: Callable[[Params], Roles]
     finished: bool = False
     guarded: bool = False
-    call: RecordedCall | None = dataclasses.field(default=None, compare=False, repr=False, kw_only=True)
+    call: RecordedCall | None = dataclasses.field(
+        default=None, compare=False, repr=False, kw_only=True
+    )
     labels: Callable[[Params], Labels | None] = lambda params: None
     needs_all: bool = False
     negates: bool = False
@@ -248,7 +265,9 @@ class Init:
         return slots
 
 
-_MADE: contextvars.ContextVar[list[tuple[Slots, Roles]] | None] = contextvars.ContextVar("jstep_made", default=None)
+_MADE: contextvars.ContextVar[list[tuple[Slots, Roles]] | None] = contextvars.ContextVar(
+    "jstep_made", default=None
+)
 """The slots that inner optimizers create while an `init` is traced, and their roles."""
 
 
@@ -258,12 +277,16 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
         return init.roles(params)
     # A custom `init`.
     averages = frozenset(getattr(optimizer.init, "averages", ()))
-    declared: dict[str, Role | None] = dict.fromkeys(getattr(optimizer.init, "copies", ()), Role.COPY)
+    declared: dict[str, Role | None] = dict.fromkeys(
+        getattr(optimizer.init, "copies", ()), Role.COPY
+    )
     declared |= dict.fromkeys(getattr(optimizer.init, "ages", ()), Role.AGE)
     try:
         slots, inherited = _traced(init, params)
     except Exception:  # a custom init may need values: its slots are unknown until it has run
-        return Roles(dict.fromkeys(averages, Role.AVERAGE) | declared, complete=False, averages=averages)
+        return Roles(
+            dict.fromkeys(averages, Role.AVERAGE) | declared, complete=False, averages=averages
+        )
     known: dict[str, Role | None] = dict.fromkeys(averages, Role.AVERAGE)
     known |= copies_in(lambda tree: init(tree, 0), params) | declared | dict(inherited.roles)
     inferred = infer_roles(slots, params, known, lambda both: _traced(init, both)[0])
@@ -283,7 +306,7 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
 
 
 def _unwrapped(optimizer: Optimizer) -> Any:
-    """Return the `init` without a jit: a jit returns other objects than those that were made in it."""
+    """Return the `init` without a jit, which returns other objects than those made in it."""
     return inspect.unwrap(optimizer.init, stop=lambda f: not isinstance(f, jax.stages.Wrapped))
 
 
@@ -304,14 +327,16 @@ def needs_all_params(optimizer: Optimizer) -> bool:
 
 
 def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role]:
-    """The slots that are plain copies of the parameters, in any dtype, according to a trace of `make`."""
+    """The slots that are plain copies of the parameters, in any dtype, in a trace of `make`."""
     try:
         traced, shapes = jax.make_jaxpr(make, return_shape=True)(params)
     except Exception:  # a custom init may need values
         return {}
     treedef = structure(params)
     indices = copied_inputs(body_of(traced))
-    numbers: Slots = jax.tree.unflatten(jax.tree.structure(shapes), [-1 if i is None else i for i in indices])
+    numbers: Slots = jax.tree.unflatten(
+        jax.tree.structure(shapes), [-1 if i is None else i for i in indices]
+    )
 
     def is_copy(slot: object) -> bool:
         try:
@@ -328,17 +353,23 @@ def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role
 def infer_roles(
     slots: Slots, params: Params, known: Mapping[str, Role | None], again: Callable[[Params], Slots]
 ) -> Roles:
-    """The roles of all slots if only some are known; `again` is the function that made the slots."""
-    # If the parameters are a single leaf, a slot of that leaf looks like a value for all parameters. With two leaves it
-    # does not.
-    single = [name for name in slots if name not in known and jax.tree_util.all_leaves([slots[name]])]
+    """The roles of all slots if only some are known; `again` is the function that made them."""
+    # If the parameters are a single leaf, a slot of that leaf looks like a value for all
+    # parameters. With two leaves it does not.
+    single = [
+        name for name in slots if name not in known and jax.tree_util.all_leaves([slots[name]])
+    ]
     shared = set(single)
     if single and jax.tree_util.all_leaves([params]):
         try:
             doubled = again([params, params])
             shared = {name for name in single if jax.tree_util.all_leaves([doubled[name]])}
         except Exception:  # it depends on the structure of params: only counts are shared then
-            shared = {name for name in single if np.issubdtype(getattr(slots[name], "dtype", np.float32), np.integer)}
+            shared = {
+                name
+                for name in single
+                if np.issubdtype(getattr(slots[name], "dtype", np.float32), np.integer)
+            }
     roles: dict[str, Role | None] = {}
     for name in slots:
         if name in known:
@@ -349,7 +380,7 @@ def infer_roles(
 
 
 def _traced(init: Callable[..., Slots], params: Params) -> tuple[Slots, Roles]:
-    """Return the shapes of the slots of a custom `init`, and the roles of those that inner optimizers made."""
+    """Return the shapes of a custom `init`'s slots, and the roles of those by inner optimizers."""
     inherited = Roles()
     shapes: Slots = {}
 
@@ -361,8 +392,11 @@ def _traced(init: Callable[..., Slots], params: Params) -> tuple[Slots, Roles]:
         # A custom optimizer may rename the slots of inner ones: the same tree is the same slot.
         names = {id(tree): name for name, tree in slots.items()}
         for made, roles in collected:
-            inherited = inherited.merge(_renamed(roles, {name: names.get(id(tree)) for name, tree in made.items()}))
-        shapes.update({name: jax.tree.map(_shape, tree) for name, tree in slots.items()})  # no tracer leaves
+            inherited = inherited.merge(
+                _renamed(roles, {name: names.get(id(tree)) for name, tree in made.items()})
+            )
+        # Only shapes are kept, so that no tracer leaves the trace.
+        shapes.update({name: jax.tree.map(_shape, tree) for name, tree in slots.items()})
 
     abstractly(trace)
     return shapes, inherited

@@ -30,19 +30,26 @@ def replace_params(state: Tree, params: Params) -> tuple[Params, Slots]:
     placement.check_no_shapes((state, params), "state and params")
     if not roles and state.slots.keys() - {MODEL_STATE}:
         raise ValueError(
-            "with_params: the state must be made by TrainState.create, got one by hand, whose slots have no roles; "
-            "give both: state.replace(params=…, slots=…)"
+            "with_params: the state must be made by TrainState.create, got one by hand, "
+            "whose slots have no roles; give both: state.replace(params=…, slots=…)"
         )
     if trees.structure(params) != treedef:
-        different = describe_difference(params, state.params) or "with the same paths, in other containers"
-        raise ValueError(f"params: must have the structure of the state's parameters, got a tree {different}")
+        different = describe_difference(params, state.params) or (
+            "with the same paths, in other containers"
+        )
+        raise ValueError(
+            f"params: must have the structure of the state's parameters, got a tree {different}"
+        )
     if roles.computing:
         raise ValueError(
-            f"with_params: the optimizer computes the parameters from its slots {sorted(roles.computing)}; make a new "
-            "state: TrainState.create(params, optimizer, global_step=state.global_step)"
+            "with_params: the optimizer computes the parameters from its slots "
+            f"{sorted(roles.computing)}; make a new state: "
+            "TrainState.create(params, optimizer, global_step=state.global_step)"
         )
     names = roles.names_with(*_SET_ROLES)
-    set_slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items() if name in names}
+    set_slots = {
+        name: treedef.flatten_up_to(tree) for name, tree in state.slots.items() if name in names
+    }
     leaves = jax.tree.leaves(params)
     for i, (path, old) in enumerate(trees.leaves_with_paths(state.params)):
         if leaves[i] is old:  # its slots stay, too
@@ -59,7 +66,11 @@ def replace_params(state: Tree, params: Params) -> tuple[Params, Slots]:
 def _set(leaf: object, old: Any, path: str, slots: Slots, roles: Roles) -> tuple[Any, Slots]:
     """Return a new leaf of the parameters, and the new leaves of its slots."""
     # Those of the parameter itself, not the halves of other slots.
-    remainders = [name for name in slots if roles[name] is Role.REMAINDER and name not in roles.halves.values()]
+    remainders = [
+        name
+        for name in slots
+        if roles[name] is Role.REMAINDER and name not in roles.halves.values()
+    ]
     precise = [slots[name].dtype for name in slots if roles[name] is Role.MASTER]
     if remainders:
         precise.append(np.dtype(np.float32))
@@ -106,7 +117,9 @@ def _placed(value: Any, old: Any) -> Any:
     return jax.device_put(array, sharding) if getattr(old, "committed", False) else array
 
 
-def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str, otherwise: str = "") -> None:
+def warn_of_copies(
+    state: Tree, params: Params, slots: Slots, what: str, otherwise: str = ""
+) -> None:
     """Warn once if parameters are replaced, but not the slots that are copies of them."""
     roles = roles_in(state)
     treedef = trees.structure(state.params)
@@ -122,7 +135,9 @@ def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str, otherwi
     # Elsewhere, such as in an evaluation, other parameters may be meant for this function alone.
     if is_traced and not IS_STEPPING.get():
         return
-    changed = [i for i, (new, old) in enumerate(zip(new_leaves, old_leaves, strict=True)) if new is not old]
+    changed = [
+        i for i, (new, old) in enumerate(zip(new_leaves, old_leaves, strict=True)) if new is not old
+    ]
     unchanged_slots: list[str] = []
     for name in names:
         new = treedef.flatten_up_to(slots[name])
@@ -154,12 +169,16 @@ def _note_warning(roles: Roles) -> None:
         logged.add(_OLD_VALUES)
 
 
-IS_STEPPING: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_is_stepping", default=False)
+IS_STEPPING: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "jstep_is_stepping", default=False
+)
 """Whether a train step is being traced or run."""
 _WARNED: "weakref.WeakValueDictionary[int, Roles]" = weakref.WeakValueDictionary()
 """The roles of states, by identity, for which it was logged outside of a run."""
 _OLD_VALUES = (
-    "%s: the slots %s still hold the old parameters, averages of them or their sums, and bring them back in later "
-    "updates. Use state.with_params(params), which sets these slots, too%s"
+    "%s: the slots %s still hold the old parameters, averages of them or their sums, and bring "
+    "them back in later updates. Use state.with_params(params), which sets these slots, too%s"
 )
-_EACH_UPDATE = "; a change after each update, such as a clip, belongs in jstep.with_projection(optimizer, fn)"
+_EACH_UPDATE = (
+    "; a change after each update, such as a clip, belongs in jstep.with_projection(optimizer, fn)"
+)

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
@@ -49,17 +49,19 @@ def fingerprint(tree: Tree, *, per_leaf: bool) -> jax.Array | dict[str, jax.Arra
 def fingerprint(tree: Tree, *, per_leaf: bool = False) -> Any:
     """Hash the paths, dtypes, shapes and bits of all leaves of a tree.
 
-    A leaf has h = seal(Σᵢ mix(bits of element i, i)), with two sums modulo 2³²; a tree has Σ h. Any change of a single
-    element's bits changes it, any other change with probability 1 − 2⁻⁶⁴. Containers, insertion order, NumPy or JAX,
-    sharding and the number of processes do not matter. Each element is read once, on its own device, without blocking.
+    A leaf has h = seal(Σᵢ mix(bits of element i, i)), with two sums modulo 2³²; a tree has Σ h. Any
+    change of a single element's bits changes it, any other change with probability 1 − 2⁻⁶⁴.
+    Containers, insertion order, NumPy or JAX, sharding and the number of processes do not matter.
+    Each element is read once, on its own device, without blocking.
 
     Args:
-        tree: Any pytree of JAX arrays (also traced, also PRNG keys) or NumPy arrays; None is not a leaf.
+        tree: Any pytree of JAX arrays (also traced, also PRNG keys) or NumPy arrays; None is not a
+            leaf.
         per_leaf: Whether to return the fingerprint of each leaf.
 
     Returns:
-        uint32 `[2]`; as a string `f"{a:08x}{b:08x}"`. With `per_leaf` a dict from path to uint32 `[2]`, whose sum
-        modulo 2³² is the fingerprint of the tree.
+        uint32 `[2]`; as a string `f"{a:08x}{b:08x}"`. With `per_leaf` a dict from path to uint32
+        `[2]`, whose sum modulo 2³² is the fingerprint of the tree.
 
     Raises:
         RuntimeError: A leaf was donated to an earlier step.
@@ -78,13 +80,16 @@ def fingerprint(tree: Tree, *, per_leaf: bool = False) -> Any:
     paths, leaves, keys = leaves_with_hash_keys(tree)
     if trees.has_tracers(leaves):
         # Leaves in host memory become constants of the traced program.
-        sums = [device_sums(x) if isinstance(x, jax.Array) else host_sums(np.asarray(x)) for x in leaves]
+        sums = [
+            device_sums(x) if isinstance(x, jax.Array) else host_sums(np.asarray(x)) for x in leaves
+        ]
         hashes = list(_each(jnp.stack(sums), keys))
         if per_leaf:
             return dict(zip(paths, hashes, strict=True))
         return sum(hashes[1:], hashes[0])
-    # Inside a traced function, concrete leaves are hashed without tracing. `ensure_compile_time_eval` would also
-    # compute the keys of all positions and store them in the program.
+    # Inside a traced function, concrete leaves are hashed without tracing.
+    # `ensure_compile_time_eval` would also compute the keys of all positions and store them in the
+    # program.
     with meshes.internal_transfers(), jax.core.eval_context():
         groups = start_fingerprints(leaves, keys)
         if not per_leaf:
@@ -107,7 +112,10 @@ def leaves_with_hash_keys(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[
         _check(path, leaf)
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
-        raise ValueError(f"tree: two leaves have the path {twice!r}, which must be unique; rename a key with a '/'")
+        raise ValueError(
+            f"tree: two leaves have the path {twice!r}, which must be unique; "
+            "rename a key with a '/'"
+        )
     keys = np.zeros((len(leaves), 4), U)
     for number, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         # PRNG keys have a dtype of JAX, which has no name.
@@ -116,12 +124,16 @@ def leaves_with_hash_keys(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[
     return paths, leaves, keys
 
 
-def start_fingerprints(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
-    """Start computing fingerprints: for each set of devices, indices of leaves, and uint32 `[n, 2]`."""
+def start_fingerprints(
+    leaves: Sequence[Any], keys: np.ndarray[Any, Any]
+) -> list[tuple[list[int], Any]]:
+    """Start computing fingerprints: by set of devices, indices of leaves, and uint32 `[n, 2]`."""
     return _start(_groups(leaves, keys), leaves)
 
 
-def _start(groups: "Sequence[_DeviceGroup | _HostGroup]", leaves: Sequence[Any]) -> list[tuple[list[int], Any]]:
+def _start(
+    groups: "Sequence[_DeviceGroup | _HostGroup]", leaves: Sequence[Any]
+) -> list[tuple[list[int], Any]]:
     with meshes.internal_transfers():
         return [(group.numbers, group.start(leaves)) for group in groups]
 
@@ -148,8 +160,8 @@ def _check(path: str, leaf: Any) -> None:
         return
     check_no_shapes(leaf, "tree")
     raise TypeError(
-        f"tree: the leaf at {trees.quote_path(path)} must be an array of numbers, got {describe_type(leaf)}; keep "
-        "only arrays in the tree, numbers as jnp.float32(…)"
+        f"tree: the leaf at {trees.quote_path(path)} must be an array of numbers, "
+        f"got {describe_type(leaf)}; keep only arrays in the tree, numbers as jnp.float32(…)"
     )
 
 
@@ -158,7 +170,8 @@ def _is_supported(leaf: Any) -> bool:
         return True
     if not trees.is_array(leaf):
         return False
-    if issubclass(leaf.dtype.type, np.longdouble | np.clongdouble | np.timedelta64):  # numbers for NumPy
+    if issubclass(leaf.dtype.type, np.longdouble | np.clongdouble | np.timedelta64):
+        # NumPy counts these as numbers.
         return False
     return bool(leaf.dtype == bool or jnp.issubdtype(leaf.dtype, np.number))
 
@@ -183,10 +196,11 @@ class Fingerprints(NamedTuple):
 
 
 class LeafFingerprints:
-    """The fingerprints of the leaves of states; what follows from their structure is computed when that changes.
+    """The fingerprints of the leaves of states.
 
-    `_paths` and `_groups` fit states of `_structure` whose leaves are of `_kinds`. Without kinds, as before the first
-    state and for NumPy arrays, they are computed for each state.
+    What follows from their structure is computed when that changes: `_paths` and `_groups` fit
+    states of `_structure` whose leaves are of `_kinds`. Without kinds, as before the first state
+    and for NumPy arrays, they are computed for each state.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -219,11 +233,13 @@ class LeafFingerprints:
 _KIND = operator.attrgetter("shape", "dtype", "sharding")
 
 
-# Arithmetic of fingerprints: 32-bit words are mixed with their position and summed modulo 2^32 in two lanes.
+# Arithmetic of fingerprints: 32-bit words are mixed with their position and summed modulo 2^32 in
+# two lanes.
 #
-# An element is a pair of words (low, high); high is 0 for elements of 32 bits or fewer. At each position a 64-bit
-# bijection maps the pair to the two lanes, so that a change of one element always changes the sums, and a change of
-# several with probability 1 − 2⁻⁶⁴. Sums do not depend on order, so shards and chunks may be summed separately.
+# An element is a pair of words (low, high); high is 0 for elements of 32 bits or fewer. At each
+# position a 64-bit bijection maps the pair to the two lanes, so that a change of one element always
+# changes the sums, and a change of several with probability 1 − 2⁻⁶⁴. Sums do not depend on order,
+# so shards and chunks may be summed separately.
 
 U = np.uint32
 STRIDE = 0x9E3779B9
@@ -246,7 +262,10 @@ def finalize(x: Any) -> Any:
 
 
 def lanes(low: Any, high: object, key: Any) -> tuple[Any, Any]:
-    """The two lanes from low and high words; `high` is None if all are 0. Keys are multiples of `STRIDE`."""
+    """The two lanes from low and high words; `high` is None if all are 0.
+
+    Keys are multiples of `STRIDE`.
+    """
     first = finalize(low ^ key)
     second = key ^ U(SECOND)
     second += first
@@ -266,12 +285,13 @@ def indexable_size(shape: tuple[int, ...]) -> int:
 def leaf_key(path: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """Hash path, dtype and shape to four words."""
     text = "\0".join((path, dtype, ",".join(map(str, shape))))
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, person=b"jstep").digest()
+    encoded = text.encode("utf-8", "surrogatepass")
+    digest = hashlib.blake2b(encoded, digest_size=16, person=b"jstep").digest()
     return np.frombuffer(digest, "<u4").astype(U)
 
 
 def combine_sums(sums: Any, key: Any) -> Any:
-    """Compute fingerprints from sums `[..., 2]` and keys `[..., 4]`, by a bijection for each leaf."""
+    """Compute fingerprints from sums `[..., 2]` and keys `[..., 4]`, by one bijection per leaf."""
     a = sums[..., 0] ^ key[..., 0]
     b = sums[..., 1] ^ key[..., 1]
     a = a + finalize(b + key[..., 2])
@@ -288,7 +308,10 @@ _PIECE = 2**16
 
 def host_sums(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the sums of the two lanes, uint32 `[2]`."""
-    halves = [_sums(words, indexable_size(array.shape), half) for half, words in enumerate(_host_words(array))]
+    halves = [
+        _sums(words, indexable_size(array.shape), half)
+        for half, words in enumerate(_host_words(array))
+    ]
     return (sum(halves, np.zeros(2, np.uint64)) & np.uint64(MASK)).astype(U)
 
 
@@ -332,7 +355,8 @@ def _sums(words: np.ndarray[Any, Any], split: int, half: int) -> np.ndarray[Any,
     return total
 
 
-# Sums of fingerprints over arrays on devices: each element is read once, on the device of its shard.
+# Sums of fingerprints over arrays on devices: each element is read once, on the device of its
+# shard.
 
 
 def device_sums(array: Any) -> Any:
@@ -401,7 +425,11 @@ def _write_sums(rows: Tree, start: Any, leaves: Sequence[Any]) -> Any:
         arrays = [trees.key_data(move_to_devices(leaf)) for leaf in leaves]
         # Words are stacked, not numbers: XLA may change the bits of a NaN that it moves.
         words = jax.tree.map(lambda *words: jnp.stack(words), *map(_words, arrays))
-        sums = jax.vmap(lambda words: _sums_of_words(words, arrays[0].shape), axis_size=len(arrays))(words)
+        shape = arrays[0].shape
+        sum_each: Callable[..., Any] = jax.vmap(
+            lambda words: _sums_of_words(words, shape), axis_size=len(arrays)
+        )
+        sums = sum_each(words)
         return lax.dynamic_update_slice(rows, sums, (start, np.int32(0)))
 
     return meshes.call_on_auto_axes(written, rows, start, leaves)
@@ -409,7 +437,9 @@ def _write_sums(rows: Tree, start: Any, leaves: Sequence[Any]) -> Any:
 
 def _split(rows: Tree) -> list[Any]:
     mesh = meshes.mesh_of(rows)
-    return [compute_on(mesh, operator.getitem, rows, np.int32(number)) for number in range(len(rows))]
+    return [
+        compute_on(mesh, operator.getitem, rows, np.int32(number)) for number in range(len(rows))
+    ]
 
 
 def _each(sums: Any, keys: Any, rows: Tree = None) -> Any:
@@ -426,7 +456,9 @@ class _HostGroup(NamedTuple):
 
 
 class _DeviceGroup(NamedTuple):
-    """Leaves on one device or one mesh; one program for each shape and dtype handles several small leaves.
+    """Leaves on one device or one mesh.
+
+    One program for each shape and dtype handles several small leaves.
 
     Attributes:
         has_mesh_of_one: Whether a leaf is on a mesh of one device, which is stripped.
@@ -477,7 +509,9 @@ def _device_group(
     committed = next((leaves[number] for number in numbers if leaves[number].committed), None)
     if mesh is not None:  # `device_put` would compare the rows of all processes
         zeros = rows
-        rows = jax.make_array_from_callback(rows.shape, NamedSharding(mesh, PartitionSpec()), lambda _: zeros)
+        rows = jax.make_array_from_callback(
+            rows.shape, NamedSharding(mesh, PartitionSpec()), lambda _: zeros
+        )
     elif committed is not None:
         rows = jax.device_put(rows, *committed.devices())
     alike: dict[Any, list[int]] = {}
@@ -487,11 +521,15 @@ def _device_group(
     first_row = 0
     for (shape, *_), same in alike.items():
         size = min(_GROUP, len(same)) if math.prod(shape) <= _SMALL else 1
-        calls += [(np.int32(first_row + first), chunk) for first, chunk in chunks_of_size(same, size)]
+        calls += [
+            (np.int32(first_row + first), chunk) for first, chunk in chunks_of_size(same, size)
+        ]
         first_row += len(same)
     row_of = {number: row for row, number in enumerate(itertools.chain(*alike.values()))}
     order = np.array([row_of[number] for number in numbers], np.int32)
-    has_mesh_of_one = mesh is None and any(strip_mesh_of_one(leaves[i]) is not leaves[i] for i in numbers)
+    has_mesh_of_one = mesh is None and any(
+        strip_mesh_of_one(leaves[i]) is not leaves[i] for i in numbers
+    )
     is_limited = mesh is not None and not rows.is_fully_addressable and is_on_cpus(rows)
     return _DeviceGroup(
         numbers=numbers,

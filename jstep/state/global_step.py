@@ -43,7 +43,9 @@ def as_count(value: Any, argument: str) -> Array:
     dtype = trees.default_int()
     as_scalar(value, argument, low=0, integer=True, meaning="it counts updates")
     if not trees.is_traced(value) and value > np.iinfo(dtype).max:
-        raise ValueError(f"{argument}={value}: does not fit {np.dtype(dtype).name}; enable jax_enable_x64")
+        raise ValueError(
+            f"{argument}={value}: does not fit {np.dtype(dtype).name}; enable jax_enable_x64"
+        )
     return copy_as(value, dtype)
 
 
@@ -79,9 +81,14 @@ def find_step(state: Tree) -> Array | None:
         return None
     if isinstance(step, int | np.integer) and not isinstance(step, bool):
         return create_global_step(step)
-    if not (hasattr(step, "dtype") and hasattr(step, "shape") and jnp.issubdtype(step.dtype, jnp.integer)):
+    if not (
+        hasattr(step, "dtype")
+        and hasattr(step, "shape")
+        and jnp.issubdtype(step.dtype, jnp.integer)
+    ):
         raise TypeError(
-            f"state: its global_step, or the step itself, must be an integer scalar, got {describe_type(step)}"
+            "state: its global_step, or the step itself, must be an integer scalar, "
+            f"got {describe_type(step)}"
         )
     return step
 
@@ -91,16 +98,20 @@ def step_array(state: Tree, *, scalar: bool = False) -> Array:
     step = find_step(state)
     if step is None:
         raise ValueError(
-            "the state has no global step: give it one with state.replace(global_step=jstep.create_global_step())"
+            "the state has no global step: "
+            "give it one with state.replace(global_step=jstep.create_global_step())"
         )
     if scalar and np.ndim(step):
-        raise ValueError(f"global_step: must be a scalar, got shape {np.shape(step)}; map over states with jax.vmap")
+        raise ValueError(
+            f"global_step: must be a scalar, got shape {np.shape(step)}; "
+            "map over states with jax.vmap"
+        )
     return step
 
 
 @shortens_tracebacks
 def get_or_create_global_step(state: Tree) -> Array:
-    """Return the global step of a state, or a step itself, as an array; 0 if the state has no global step.
+    """Return the global step of a state, or a step itself, as an array; 0 if the state has none.
 
     Example:
         >>> import jstep
@@ -133,7 +144,11 @@ def global_step(state: Tree) -> int:
     try:
         return int(step)
     except jax.errors.ConcretizationTypeError as error:
-        note(error, "jstep.global_step is a number on the host; inside a compiled step use state.global_step")
+        note(
+            error,
+            "jstep.global_step is a number on the host; "
+            "inside a compiled step use state.global_step",
+        )
         raise
 
 
@@ -142,11 +157,14 @@ def check_alive(state: Tree, cause: BaseException | None = None) -> None:
     path = trees.find_donated(state)
     if path is not None:
         message = (
-            f"the state's {path!r} was donated to an earlier step and deleted. Use the state that the step returned, "
-            "`state, metrics = train_step(state, ...)`, or keep old states alive with minimize(..., donate=False)."
+            f"the state's {path!r} was donated to an earlier step and deleted. "
+            "Use the state that the step returned, `state, metrics = train_step(state, ...)`, "
+            "or keep old states alive with minimize(..., donate=False)."
         )
         if interactive.kept_state() is not None:
-            message += " That of the run that was interrupted is kept: state = jstep.interrupted_state()"
+            message += (
+                " That of the run that was interrupted is kept: state = jstep.interrupted_state()"
+            )
         raise RuntimeError(message) from cause
 
 
@@ -155,7 +173,8 @@ def replace_step(state: Any, step: Array, later: Array) -> Any:
         return {**state, "global_step": later}
     if not hasattr(state, "global_step"):
         return later
-    # age = global_step − start_step + 1: move start_step by the same amount, so that ages stay the same.
+    # age = global_step − start_step + 1: move start_step by the same amount, so that ages stay the
+    # same.
     counts = [name for name in roles_in(state).names_with(*COUNTS) if name in state.slots]
     if not counts:
         return state.replace(global_step=later)
@@ -176,8 +195,15 @@ def later_step(step: Any, amount: Any = 1) -> Array:
     last = int(np.iinfo(step.dtype).max)
     known_step = trees.concrete(step)
     known_amount = trees.concrete(amount)
-    if known_step is not None and known_amount is not None and int(known_step) + int(known_amount) > last:
-        raise ValueError(f"global_step: {known_step} + {known_amount} does not fit {step.dtype}; enable jax_enable_x64")
+    if (
+        known_step is not None
+        and known_amount is not None
+        and int(known_step) + int(known_amount) > last
+    ):
+        raise ValueError(
+            f"global_step: {known_step} + {known_amount} does not fit {step.dtype}; "
+            "enable jax_enable_x64"
+        )
     amount = jnp.asarray(amount).astype(step.dtype)
     return jnp.minimum(step, jnp.asarray(last, step.dtype) - amount) + amount
 
@@ -192,20 +218,29 @@ class WrongStepError(WrongStateError, ValueError):
     """A state is at another step than the loop."""
 
 
-def check_step(step: int, state: Tree, first: int | None = None, right_at: int | None = None) -> None:
+def check_step(
+    step: int, state: Tree, first: int | None = None, right_at: int | None = None
+) -> None:
     """Reject a state whose step is not the loop's.
 
     Args:
         first: The step before the call, if that may have failed.
-        right_at: The latest step at which a state had the step of the loop, if the call was not the first one.
+        right_at: The latest step at which a state had the step of the loop, if the call was not the
+            first one.
     """
     actual = state_step(state)
     if actual != step:
-        did = "" if first is None else f", and changed it from {first} to {actual} in {step - first} step(s)"
+        did = ""
+        if first is not None:
+            did = f", and changed it from {first} to {actual} in {step - first} step(s)"
         if right_at is not None and right_at < step:
-            did = f", and did so at least up to step {right_at}, but not in each of the updates {right_at} → {step}"
+            did = (
+                f", and did so at least up to step {right_at}, "
+                f"but not in each of the updates {right_at} → {step}"
+            )
         raise WrongStepError(
-            f"the state's global_step is {actual} after the update that makes step {step}: train_step must advance it "
-            f"by one{did}; pass increment_global_step=False to all updates in it (minimize, apply_gradients), and end "
-            "it with state = jstep.increment_global_step(state)"
+            f"the state's global_step is {actual} after the update that makes step {step}: "
+            f"train_step must advance it by one{did}; "
+            "pass increment_global_step=False to all updates in it (minimize, apply_gradients), "
+            "and end it with state = jstep.increment_global_step(state)"
         )

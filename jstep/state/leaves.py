@@ -22,7 +22,7 @@ Keys = tuple[str, ...]
 
 
 def _states_in(tree: trees.Tree) -> list[TrainState]:
-    """Return the states of a tree, with those in the model states of others, such as the workers of DiLoCo."""
+    """Return the states of a tree, and those in model states of others, as of DiLoCo's workers."""
     states: list[TrainState] = []
     for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, TrainState)):
         if isinstance(node, TrainState):
@@ -33,7 +33,7 @@ def _states_in(tree: trees.Tree) -> list[TrainState]:
 
 
 class _Structure:
-    """What follows from the structure of a tree alone: the index, the keys and the path of each leaf."""
+    """What follows from the structure of a tree alone: the index, keys and path of each leaf."""
 
     def __init__(self, treedef: Any) -> None:
         self.indices = treedef.unflatten(range(treedef.num_leaves))
@@ -110,8 +110,8 @@ class StateLeaves:
         params = field_of(self.tree, PARAMS)
         if params is None:
             raise ValueError(
-                f"leave_out: selects among the params of a state, but this {type(self.tree).__name__} has none; save a "
-                "TrainState, or a dict with 'params'"
+                "leave_out: selects among the params of a state, but this "
+                f"{type(self.tree).__name__} has none; save a TrainState, or a dict with 'params'"
             )
         if isinstance(leave_out, str) and leave_out == FROZEN:
             frozen = _frozen_in(self.tree)
@@ -134,10 +134,13 @@ class StateLeaves:
 
 def _frozen_in(state: trees.Tree) -> Set[int]:
     roles = roles_in(state)
-    if not isinstance(state, TrainState) or (not roles and not all(map(is_model_state, state.slots))):
+    if not isinstance(state, TrainState) or (
+        not roles and not all(map(is_model_state, state.slots))
+    ):
         raise ValueError(
-            f"leave_out={FROZEN!r}: the state must come from TrainState.create, which notes what its optimizer "
-            "freezes, got one made by hand; give the paths, such as leave_out='base/*'"
+            f"leave_out={FROZEN!r}: the state must come from TrainState.create, "
+            "which notes what its optimizer freezes, got one made by hand; "
+            "give the paths, such as leave_out='base/*'"
         )
     return roles.frozen
 

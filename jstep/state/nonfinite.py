@@ -26,12 +26,14 @@ _BLOCK = 2**20
 
 
 class StateContents:
-    """The contents of each parameter and slot of a state, but not of model_state, computed without blocking.
+    """The contents of each parameter and slot of a state, computed without blocking.
 
-    With `read_cpus`, arrays on a CPU are read immediately.
+    Those of model_state are not included. With `read_cpus`, arrays on a CPU are read immediately.
     """
 
-    def __init__(self, state: trees.Tree | StateLeaves, *, params_only: bool = False, read_cpus: bool = True) -> None:
+    def __init__(
+        self, state: trees.Tree | StateLeaves, *, params_only: bool = False, read_cpus: bool = True
+    ) -> None:
         if not isinstance(state, StateLeaves):
             names = (PARAMS,) if params_only else (PARAMS, SLOTS)
             state = StateLeaves({name: field_of(state, name) for name in names})
@@ -60,7 +62,10 @@ class StateContents:
         return [path for path, contents in self.contents().items() if contents == NAN]
 
     def worse_since(self, earlier: "StateContents | None") -> tuple[dict[str, int], list[str]]:
-        """Return what has become worse: the contents of parameters and slots, and the slots that became infinite."""
+        """Return the contents that have become worse, and the slots that became infinite.
+
+        The contents are those of parameters and slots.
+        """
         old = {} if earlier is None else earlier.contents()
         worse: dict[str, int] = {}
         infinite_slots: list[str] = []
@@ -86,8 +91,9 @@ def _may_be_nonfinite(leaf: Any) -> bool:
     return trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, np.inexact) and leaf.size > 0
 
 
-# The host reads the arrays of CPUs. Other devices read their own shards, with a program for up to 64 leaves of a kind,
-# which does not communicate. One reduction over the devices of a mesh then combines the results of all leaves.
+# The host reads the arrays of CPUs. Other devices read their own shards, with a program for up to
+# 64 leaves of a kind, which does not communicate. One reduction over the devices of a mesh then
+# combines the results of all leaves.
 
 
 def _start_checks(leaves: Sequence[Any], read_cpus: bool) -> list[tuple[list[int], Any]]:
@@ -120,7 +126,7 @@ def _start_checks(leaves: Sequence[Any], read_cpus: bool) -> list[tuple[list[int
 
 
 def _kind_of(leaf: Any, read_cpus: bool) -> tuple[Mesh | None, Any]:
-    """Return the mesh whose devices hold the parts of a leaf, and its kind; None if the host reads it."""
+    """Return the mesh whose devices hold parts of a leaf, and its kind; None if the host reads."""
     if not isinstance(leaf, jax.Array):
         return None, None
     mesh = meshes.mesh_of(leaf) if leaf.sharding.num_devices > 1 else None
@@ -160,7 +166,10 @@ def _arrays_on_host(leaf: Any) -> list[np.ndarray[Any, Any]]:
 
 
 def _contents_on_host(array: np.ndarray[Any, Any]) -> int:
-    """Read an array once, as integers: without its sign, infinity exceeds all numbers, and NaN exceeds infinity."""
+    """Read an array once, as integers.
+
+    Without its sign, infinity exceeds all numbers, and NaN exceeds infinity.
+    """
     if array.dtype.kind == "c":
         return max(_contents_on_host(array.real), _contents_on_host(array.imag))
     size = array.dtype.itemsize
@@ -174,7 +183,8 @@ def _contents_on_host(array: np.ndarray[Any, Any]) -> int:
     signed, unsigned, sign, infinity = _integers(array.dtype)
     for start in range(0, flat.size, step):
         block = flat[start : start + step]
-        # As signed integers, negative numbers are below all positive ones; as unsigned ones, above them.
+        # As signed integers, negative numbers are below all positive ones; as unsigned ones, above
+        # them.
         positive = np.maximum.reduce(block.view(signed))
         negative = np.maximum.reduce(block.view(unsigned))
         largest = max(largest, int(positive), int(negative) - sign)
@@ -185,7 +195,7 @@ def _contents_on_host(array: np.ndarray[Any, Any]) -> int:
 
 @functools.cache
 def _integers(dtype: Any) -> tuple[Any, Any, int, int]:
-    """Return the integers of the size of a floating type, its sign bit, and the bits of infinity."""
+    """Return the integers of a floating type's size, its sign bit, and the bits of infinity."""
     signed = np.dtype(f"i{dtype.itemsize}")
     unsigned = np.dtype(f"u{dtype.itemsize}")
     sign = 1 << (8 * dtype.itemsize - 1)
@@ -193,7 +203,7 @@ def _integers(dtype: Any) -> tuple[Any, Any, int, int]:
 
 
 def _repeat_on_devices(mesh: Mesh | None, row: np.ndarray[Any, Any]) -> Any:
-    """Return a row of this process for each of its devices in a mesh, or the row itself without a mesh."""
+    """Return a row of this process for each of its devices in a mesh; without a mesh, the row."""
     if mesh is None:
         return row
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
@@ -234,12 +244,18 @@ def _reduction(mesh: Mesh) -> Any:
         return jax.lax.pmax(jnp.concatenate(rows, axis=1)[0], mesh.axis_names)
 
     axes = PartitionSpec(mesh.axis_names)
-    return jax.jit(jax.shard_map(worst, mesh=mesh, in_specs=axes, out_specs=PartitionSpec(), check_vma=False))
+    return jax.jit(
+        jax.shard_map(worst, mesh=mesh, in_specs=axes, out_specs=PartitionSpec(), check_vma=False)
+    )
 
 
 def _contents(leaf: Any) -> jax.Array:
     leaf = placement.move_to_devices(leaf)
-    worst = jnp.where(jnp.isnan(leaf), np.int8(NAN), jnp.where(jnp.isinf(leaf), np.int8(INFINITE), np.int8(FINITE)))
+    worst = jnp.where(
+        jnp.isnan(leaf),
+        np.int8(NAN),
+        jnp.where(jnp.isinf(leaf), np.int8(INFINITE), np.int8(FINITE)),
+    )
     return worst.max()
 
 
@@ -247,9 +263,10 @@ class NanLossDuringTrainingError(WrongStateError, RuntimeError):
     """The loss, a parameter or a slot was not finite, or too many consecutive updates were skipped.
 
     Attributes:
-        step: The step N of the update N − 1 → N that has this loss or gradient, or reached the limit of skipped
-            updates.
-        may_save: Whether the last state may be saved: only if too many consecutive updates were skipped.
+        step: The step N of the update N − 1 → N that has this loss or gradient, or reached the
+            limit of skipped updates.
+        may_save: Whether the last state may be saved: only if too many consecutive updates were
+            skipped.
     """
 
     def __init__(self, message: str, step: int = 0, *, may_save: bool = False) -> None:

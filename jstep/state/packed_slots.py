@@ -1,9 +1,10 @@
 """Slots of few of the parameters, stored without a None for each of the others.
 
-A slot has the structure of the parameters, with None where it has no value. The slots of a partition with many labels
-consist almost entirely of None: labels × leaves of them, which JAX visits whenever it flattens the state, at each step.
-A `TrainState` therefore stores such a slot as nested dicts of its own leaves. Paths and order are those of the whole
-slot, so that checkpoints and sharding rules do not differ. `TrainState.slots` has all slots with all their None.
+A slot has the structure of the parameters, with None where it has no value. The slots of a
+partition with many labels consist almost entirely of None: labels × leaves of them, which JAX
+visits whenever it flattens the state, at each step. A `TrainState` therefore stores such a slot as
+nested dicts of its own leaves. Paths and order are those of the whole slot, so that checkpoints and
+sharding rules do not differ. `TrainState.slots` has all slots with all their None.
 """
 
 import collections
@@ -22,7 +23,7 @@ MIN_ABSENT = 8
 
 @dataclasses.dataclass(frozen=True)
 class _OwnLeaves:
-    """The nested dicts of a packed slot, and the index of each of its leaves among those of the parameters."""
+    """The nested dicts of a packed slot, and the indices of its leaves among the parameters."""
 
     treedef: Any
     indices: tuple[int, ...]
@@ -32,9 +33,9 @@ class _OwnLeaves:
 class Packing:
     """How the slots of a state are packed, which depends on their structure alone.
 
-    It is part of the structure of a state, and equal only to itself: JAX compares structures at each call of a compiled
-    step, and a comparison of all its parts would take longer than the step. `pack` returns one object for all states
-    that are packed alike.
+    It is part of the structure of a state, and equal only to itself: JAX compares structures at
+    each call of a compiled step, and a comparison of all its parts would take longer than the step.
+    `pack` returns one object for all states that are packed alike.
     """
 
     params: Any
@@ -58,9 +59,10 @@ class Packing:
         return self.params.unflatten(leaves)
 
     def pack_prefix(self, slots: Any) -> Any:
-        """Return slots as a state of this packing stores them, if they may stand for its slots; None if not.
+        """Return slots as a state of this packing stores them.
 
-        A leaf stands for all leaves below it, such as one sharding for a slot, or for all slots.
+        Return None if they may not stand for its slots. A leaf stands for all leaves below it, such
+        as one sharding for a slot, or for all slots.
         """
         if type(slots) is not dict:
             return slots
@@ -120,7 +122,11 @@ def _values(params: Any, tree: Any) -> list[Any] | None:
     """Return a value or None for each parameter if nearly all are None."""
     structure: Any = jax.tree.structure(tree)
     absent = params.num_leaves - structure.num_leaves
-    if absent < MIN_ABSENT or absent < structure.num_leaves or jax.tree_util.treedef_is_leaf(structure):
+    if (
+        absent < MIN_ABSENT
+        or absent < structure.num_leaves
+        or jax.tree_util.treedef_is_leaf(structure)
+    ):
         return None
     try:
         values: list[Any] = params.flatten_up_to(tree)
@@ -130,7 +136,10 @@ def _values(params: Any, tree: Any) -> list[Any] | None:
 
 
 def _nested(keys_of_leaves: list[Any], indices: tuple[int, ...]) -> Any:
-    """Return nested dicts of the indices at the paths of their leaves, in this order; None if that is impossible."""
+    """Return nested dicts of the indices at the paths of their leaves, in this order.
+
+    Return None if that is impossible.
+    """
     # JAX sorts the keys of a dict, which may not be the order of the fields of a class.
     for kind in (dict, collections.OrderedDict):
         root: Any = kind()

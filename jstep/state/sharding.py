@@ -19,7 +19,9 @@ from jstep.slots.roles import NO_ROLES, Role, Roles
 
 
 def fsdp_specs(params: Params, mesh: object, axis: object = "data", min_size: int = 2**16) -> Any:
-    """Return specs that split each large parameter over a mesh axis, along its largest divisible dimension.
+    """Return specs that split each large parameter over a mesh axis.
+
+    It is split along its largest divisible dimension.
 
     Args:
         params: Arrays, or shapes from `jax.eval_shape`.
@@ -36,7 +38,8 @@ def fsdp_specs(params: Params, mesh: object, axis: object = "data", min_size: in
     Example:
         >>> import jax, jstep
         >>> mesh = jax.make_mesh((1,), ("data",))
-        >>> specs = jstep.fsdp_specs({"w": jax.ShapeDtypeStruct((256, 512), "float32"), "b": jax.numpy.ones(4)}, mesh)
+        >>> params = {"w": jax.ShapeDtypeStruct((256, 512), "float32"), "b": jax.numpy.ones(4)}
+        >>> specs = jstep.fsdp_specs(params, mesh)
         >>> tuple(specs["w"]), tuple(specs["b"])
         ((None, 'data'), ())
 
@@ -67,14 +70,22 @@ def is_model_state(name: str) -> bool:
 
 AnyMesh = Mesh | AbstractMesh
 Specs = Any
-"""None (replicated), a PartitionSpec, a tree of them, rules `[(glob, spec), …]`, or `(path, leaf) -> spec`."""
+"""None (replicated), a PartitionSpec, a tree of them, rules or a function.
+
+Rules are `[(glob, spec), …]`, a function is `(path, leaf) -> spec`.
+"""
 _IS_SPEC = (type(None), PartitionSpec)
 
 
 def tree_shardings(mesh: AnyMesh, tree: Tree, specs: Specs, argument: str) -> Any:
-    """Return the shardings of the leaves of a tree, as such a tree; `argument` is what the specs were passed for."""
+    """Return the shardings of the leaves of a tree, as such a tree.
+
+    `argument` is what the specs were passed for.
+    """
     shardings: list[NamedSharding] = []
-    for spec, (path, leaf) in zip(_leaf_specs(tree, specs, argument), trees.leaves_with_paths(tree), strict=True):
+    for spec, (path, leaf) in zip(
+        _leaf_specs(tree, specs, argument), trees.leaves_with_paths(tree), strict=True
+    ):
         subject = f"{argument}: {spec} at {trees.quote_path(path)}"
         shardings.append(_check_sharding(mesh, spec, np.shape(leaf), subject))
     return trees.structure(tree).unflatten(shardings)
@@ -92,8 +103,8 @@ def _leaf_specs(tree: Tree, specs: Specs, argument: str) -> list[PartitionSpec]:
         whole = jax.tree.broadcast(specs, tree, is_leaf=lambda x: isinstance(x, _IS_SPEC))
     except ValueError as error:
         raise ValueError(
-            f"{argument}: a tree of specs must have the structure of {_DESCRIBED[argument]} or a prefix of it, whose "
-            f"paths are {[path for path, _ in named][:20]}"
+            f"{argument}: a tree of specs must have the structure of {_DESCRIBED[argument]} or a "
+            f"prefix of it, whose paths are {[path for path, _ in named][:20]}"
         ) from error
     leaves = trees.structure(tree).flatten_up_to(whole)
     return [_as_spec(spec, path, argument) for spec, (path, _) in zip(leaves, named, strict=True)]
@@ -109,7 +120,9 @@ def _is_rule(rule: object) -> bool:
     return isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)
 
 
-def _apply_rules(tree: Tree, rules: Sequence[tuple[str, Any]], argument: str) -> list[PartitionSpec]:
+def _apply_rules(
+    tree: Tree, rules: Sequence[tuple[str, Any]], argument: str
+) -> list[PartitionSpec]:
     paths = [path for path, _ in trees.leaves_with_paths(tree)]
     names = selection.leaf_names(tree)
     for glob, _ in rules:
@@ -128,11 +141,16 @@ def _as_spec(spec: object, path: str, argument: str) -> PartitionSpec:
     if spec is None:
         return PartitionSpec()
     if not isinstance(spec, PartitionSpec):
-        raise TypeError(f"{argument}: at {trees.quote_path(path)}: must be a jax.sharding.PartitionSpec, got {spec!r}")
+        raise TypeError(
+            f"{argument}: at {trees.quote_path(path)}: "
+            f"must be a jax.sharding.PartitionSpec, got {spec!r}"
+        )
     return spec
 
 
-def _check_sharding(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], subject: str) -> NamedSharding:
+def _check_sharding(
+    mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], subject: str
+) -> NamedSharding:
     if len(spec) > len(shape):
         raise ValueError(f"{subject} has {len(spec)} dimensions, but the leaf has shape {shape}")
     try:
@@ -160,14 +178,22 @@ def model_state_shardings(slots: Slots, mesh: AnyMesh, specs: Specs) -> Slots:
     for name, averages in slots.items():
         if name == MODEL_STATE or not is_model_state(name):
             continue
-        leaves = treedef.flatten_up_to(averages)  # None for what is not averaged, such as an integer
+        # A leaf is None if it is not averaged, such as an integer.
+        leaves = treedef.flatten_up_to(averages)
         pairs = zip(leaves, shardings, strict=True)
-        result[name] = treedef.unflatten([None if leaf is None else sharding for leaf, sharding in pairs])
+        result[name] = treedef.unflatten(
+            [None if leaf is None else sharding for leaf, sharding in pairs]
+        )
     return result
 
 
 def state_shardings(
-    params: Params, slots: Slots, mesh: AnyMesh, param_specs: Specs, slot_axis: object, roles: Roles = NO_ROLES
+    params: Params,
+    slots: Slots,
+    mesh: AnyMesh,
+    param_specs: Specs,
+    slot_axis: object,
+    roles: Roles = NO_ROLES,
 ) -> tuple[Any, Slots]:
     """Return the shardings of the parameters and of their slots; the model state is replicated."""
     leaves, treedef = trees.flatten(params)
@@ -176,12 +202,15 @@ def state_shardings(
         meshes.axis_size(mesh, slot_axis, f"slot_axis={slot_axis!r}")
 
     def shard(name: str, tree: Tree) -> Any:
-        # Non-trained variables may have the structure of the parameters by accident; they are not per-parameter slots.
+        # Non-trained variables may have the structure of the parameters by accident; they are not
+        # per-parameter slots.
         has_one_value = is_model_state(name) or (name in roles and roles.has_one_value(name))
         if has_one_value or not trees.is_like(params, tree):
             return jax.tree.map(lambda _: everywhere(mesh), tree)
         shardings: list[NamedSharding | None] = []
-        for value, sharding, parameter in zip(treedef.flatten_up_to(tree), param_shardings, leaves, strict=True):
+        for value, sharding, parameter in zip(
+            treedef.flatten_up_to(tree), param_shardings, leaves, strict=True
+        ):
             if value is None:
                 shardings.append(None)
                 continue
@@ -189,7 +218,8 @@ def state_shardings(
             shardings.append(slot_sharding(sharding, *sizes, slot_axis, roles.get(name)))
         return treedef.unflatten(shardings)
 
-    return treedef.unflatten(param_shardings), {name: shard(name, tree) for name, tree in slots.items()}
+    slot_shardings = {name: shard(name, tree) for name, tree in slots.items()}
+    return treedef.unflatten(param_shardings), slot_shardings
 
 
 def change_memory(shardings: Slots, slots: Slots, kind: str | None) -> Slots:
@@ -222,11 +252,16 @@ def shard_slot(sharding: NamedSharding, shape: tuple[int, ...], axis: object) ->
 
 
 def slot_sharding(
-    sharding: NamedSharding, shape: tuple[int, ...], slot_shape: tuple[int, ...], slot_axis: object, role: Role | None
+    sharding: NamedSharding,
+    shape: tuple[int, ...],
+    slot_shape: tuple[int, ...],
+    slot_axis: object,
+    role: Role | None,
 ) -> NamedSharding:
     """Return the parameter's sharding without the dimensions that the slot lacks (removed or 1).
 
-    The role resolves the ambiguity of square parameters: one number for each row, or for each column.
+    The role resolves the ambiguity of square parameters: one number for each row, or for each
+    column.
     """
     mesh = sharding.mesh
     sharding = shard_slot(sharding, shape, slot_axis)
@@ -267,56 +302,70 @@ def _count_of_split_dims(spec: PartitionSpec) -> int:
 
 
 def put_leaf(leaf: Any, sharding: NamedSharding) -> Any:
-    """Place a copy of a leaf; a shape, or a leaf on compile-only devices, becomes a shape with the sharding."""
+    """Place a copy of a leaf; shapes, or leaves on compile-only devices, become sharded shapes."""
     leaf = trees.native(leaf, "", "state")
-    if placement.is_shape(leaf) or (placement.compiles_only(sharding.mesh) and not trees.is_traced(leaf)):
+    if placement.is_shape(leaf) or (
+        placement.compiles_only(sharding.mesh) and not trees.is_traced(leaf)
+    ):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     if _is_transferred(leaf, sharding):
         return jax.device_put(_own_copy(leaf), sharding)
     if trees.is_key(leaf):
-        return jax.random.wrap_key_data(put_leaf(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
+        return jax.random.wrap_key_data(
+            put_leaf(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf)
+        )
     # Every process has the whole leaf and keeps its own shards.
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))
 
 
 def put_leaves(tree: Tree, shardings: Tree) -> Tree:
-    """Place a copy of each leaf as `put_leaf` does, with one transfer for all that can be transferred together."""
+    """Place a copy of each leaf as `put_leaf` does, with one transfer for all that allow it."""
     leaves, structure = trees.flatten(tree)
     shardings_of_leaves = structure.flatten_up_to(shardings)
     placed: list[Any] = []
     together: list[int] = []
     for leaf, sharding in zip(leaves, shardings_of_leaves, strict=True):
         is_array = (
-            isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and not placement.compiles_only(sharding.mesh)
+            isinstance(leaf, jax.Array)
+            and not trees.is_traced(leaf)
+            and not placement.compiles_only(sharding.mesh)
         )
         if is_array and _is_transferred(leaf, sharding):
             together.append(len(placed))
             placed.append(_own_copy(leaf))
         else:
             placed.append(put_leaf(leaf, sharding))
-    transferred = jax.device_put([placed[i] for i in together], [shardings_of_leaves[i] for i in together])
+    transferred = jax.device_put(
+        [placed[i] for i in together], [shardings_of_leaves[i] for i in together]
+    )
     for i, leaf in zip(together, transferred, strict=True):
         placed[i] = leaf
     return jax.tree.unflatten(structure, placed)
 
 
 def _is_transferred(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether JAX can place the leaf by itself: on devices of this process, or between those of all processes."""
-    return sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
+    """Whether JAX can place the leaf by itself.
+
+    It can on devices of this process, or between those of all processes.
+    """
+    return sharding.is_fully_addressable or (
+        isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    )
 
 
 def _own_copy(leaf: Any) -> Any:
-    # Without a copy the shard on the leaf's own device could alias the leaf, and be donated with the state. On a CPU
-    # may_alias=False is not honored: the state could alias NumPy's memory.
+    # Without a copy the shard on the leaf's own device could alias the leaf, and be donated with
+    # the state. On a CPU may_alias=False is not honored: the state could alias NumPy's memory.
     return copy_of(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
 
 
 def place_with_params(state: Tree) -> Tree:
-    """Place what is on no mesh of a state of several processes on the mesh of its parameters, whole on each device.
+    """Place what is on no mesh of a state of several processes on the mesh of its parameters.
 
-    JAX accepts such a leaf, often the step, in the first call, and returns it on the mesh. So without this the step is
-    compiled twice, and a run that takes no step cannot save: the leaf belongs to each process alone.
+    It is placed whole on each device. JAX accepts such a leaf, often the step, in the first call,
+    and returns it on the mesh. So without this the step is compiled twice, and a run that takes no
+    step cannot save: the leaf belongs to each process alone.
     """
     mesh = None if jax.process_count() == 1 else meshes.mesh_of(state.params)
     if mesh is None or everywhere(mesh).is_fully_addressable:
@@ -334,8 +383,13 @@ def _placed_on(mesh: Mesh, leaf: Any) -> Any:
     return put_leaf(leaf, everywhere(mesh))
 
 
-def build(make: Callable[..., Any], shardings_of: Callable[[Any], Any], *args: object, abstract: bool) -> Any:
-    """Compute `make(*args)` with the shardings `shardings_of(shapes)`: no device ever holds more than its shards."""
+def build(
+    make: Callable[..., Any], shardings_of: Callable[[Any], Any], *args: object, abstract: bool
+) -> Any:
+    """Compute `make(*args)` with the shardings `shardings_of(shapes)`.
+
+    No device ever holds more than its shards.
+    """
     shapes = jax.eval_shape(make, *args)
     shardings = shardings_of(shapes)
     if abstract:
@@ -345,8 +399,14 @@ def build(make: Callable[..., Any], shardings_of: Callable[[Any], Any], *args: o
 
 def describe_devices(state: Tree) -> dict[str, Any]:
     """Return the devices of a run and the mesh of its state, which may be shapes, or donated."""
-    leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
-    state_devices = next((leaf.sharding.device_set for leaf in leaves if leaf.sharding is not None), set())
+    leaves = [
+        leaf
+        for leaf in jax.tree.leaves(state)
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+    ]
+    state_devices = next(
+        (leaf.sharding.device_set for leaf in leaves if leaf.sharding is not None), set()
+    )
     first = min(state_devices or jax.devices(), key=lambda device: device.id)
     mesh = meshes.mesh_of(state)
     return {

@@ -49,8 +49,9 @@ def get_slot(state: TrainState[Any], name: str, path: str | None = None) -> Any:
         paths = () if path is None else trees.leaf_paths(state.params)
         if name in paths and (path in state.slots or path not in paths):
             raise ValueError(
-                f"name={name!r}, path={path!r}: must be the name of a slot and the path of a parameter, the reverse of "
-                f"TF's order; use jstep.get_slot(state, {path!r}, {name!r})"
+                f"name={name!r}, path={path!r}: must be the name of a slot "
+                "and the path of a parameter, the reverse of TF's order; "
+                f"use jstep.get_slot(state, {path!r}, {name!r})"
             )
         return None
     tree = slot_values(state, name)
@@ -93,11 +94,16 @@ def slot_values(state: TrainState, name: str) -> Any:
 
     with meshes.internal_transfers():
         both = placement.move_to_devices((state.slots[name], half))
-        return meshes.call_on_auto_axes(decode, *both, specs_of=meshes.shard_like(state.slots[name]))
+        return meshes.call_on_auto_axes(
+            decode, *both, specs_of=meshes.shard_like(state.slots[name])
+        )
 
 
 def master_params(state: TrainState) -> trees.Params:
-    """Return the parameters in the full precision that slots have of them: masters, or the remainders of `compact`."""
+    """Return the parameters in the full precision that slots have of them.
+
+    These slots are masters, or the remainders of `compact`.
+    """
     roles = roles_in(state)
     treedef = trees.structure(state.params)
     leaves = placement.move_to_devices(jax.tree.leaves(state.params))
@@ -118,7 +124,9 @@ def _value(stored: object, half: object) -> Any:
     return decode_leaf(stored, half)
 
 
-def has_one_value(name: str, tree: trees.Tree, params: trees.Params, roles: Roles = NO_ROLES) -> bool:
+def has_one_value(
+    name: str, tree: trees.Tree, params: trees.Params, roles: Roles = NO_ROLES
+) -> bool:
     """Whether a slot is one value for all parameters, such as `embed/start_step`.
 
     Without a role the shape decides, or the dtype if it is ambiguous.
@@ -129,7 +137,8 @@ def has_one_value(name: str, tree: trees.Tree, params: trees.Params, roles: Role
         return False
     if not jax.tree_util.all_leaves([params]):
         return True
-    # If params is a single leaf, per-parameter slots are single leaves, too; only steps are integers.
+    # If params is a single leaf, per-parameter slots are single leaves, too; only steps are
+    # integers.
     return not np.ndim(tree) and bool(np.issubdtype(getattr(tree, "dtype", np.float32), np.integer))
 
 
@@ -155,23 +164,28 @@ def as_average_names(use_averages: object) -> tuple[str, ...] | None:
     names = tuple(use_averages) if isinstance(use_averages, list | tuple) else (use_averages,)
     if not names or not all(isinstance(entry, str) and entry for entry in names):
         raise TypeError(
-            f"use_averages={format_value(use_averages)}: must be True or False, the name of a slot of averages, or "
-            f"a list of names, got {describe_type(use_averages)}"
+            f"use_averages={format_value(use_averages)}: must be True or False, "
+            f"the name of a slot of averages, or a list of names, got {describe_type(use_averages)}"
         )
     return names
 
 
 def params_from_slots(state: TrainState, slots: Sequence[str]) -> trees.Params:
-    """Return the leaves of slots in the dtypes of the parameters; parameters where these have None."""
+    """Return the leaves of slots in the parameters' dtypes, or parameters where these have None."""
     values_of: dict[str, list[Any]] = {}
     for slot in slots:
-        values_of[slot] = trees.flatten_like(state.params, slot_values(state, slot), f"slot {slot!r}")
+        values_of[slot] = trees.flatten_like(
+            state.params, slot_values(state, slot), f"slot {slot!r}"
+        )
     leaves, treedef = trees.flatten(state.params)
     for i, p in enumerate(leaves):
         with_leaf = [slot for slot, values in values_of.items() if values[i] is not None]
         if len(with_leaf) > 1:
             path = trees.quote_path(trees.leaf_paths(state.params)[i])
-            raise ValueError(f"name={list(slots)}: the slots {with_leaf} all have the leaf {path}; give one of them")
+            raise ValueError(
+                f"name={list(slots)}: the slots {with_leaf} all have the leaf {path}; "
+                "give one of them"
+            )
         if with_leaf:
             value = placement.move_to_devices(values_of[with_leaf[0]][i])
             leaves[i] = value.astype(jnp.result_type(p))
@@ -192,15 +206,18 @@ def find_averages(state: TrainState, name: str | Sequence[str]) -> list[str]:
 
 
 def averages_in(state: TrainState, name: str) -> list[str]:
-    """Return the slots that are averages of the parameters; those of this name if nobody declared what slots are.
+    """Return the slots that are averages of the parameters.
 
-    What only begins as a copy of the parameters, such as the initial parameters that Prodigy keeps, is not an average.
+    If nobody declared what slots are, these are the slots of this name. What only begins as a copy
+    of the parameters, such as the initial parameters that Prodigy keeps, is not an average.
     """
     roles = roles_in(as_state(state))
     slots = state.slots if isinstance(state.slots, dict) else {}
     # Nobody declares what the slots of a state are that was made by hand.
     averages = roles.averages if roles else [slot for slot in slots if has_name(slot, name)]
-    return sorted(slot for slot in averages if slot in slots and trees.is_like(state.params, slots[slot]))
+    return sorted(
+        slot for slot in averages if slot in slots and trees.is_like(state.params, slots[slot])
+    )
 
 
 def has_name(slot: str, name: str) -> bool:
@@ -209,9 +226,9 @@ def has_name(slot: str, name: str) -> bool:
 
 
 _KEEP_AVERAGES = (
-    "jstep.with_moving_average(optimizer, ema) keeps averages, and a custom optimizer declares its own by "
-    "init.averages. The weights of schedule-free optimizers are jstep.schedule_free_params(state), those of lookahead "
-    "jstep.slow_params(state)"
+    "jstep.with_moving_average(optimizer, ema) keeps averages, "
+    "and a custom optimizer declares its own by init.averages. The weights of schedule-free "
+    "optimizers are jstep.schedule_free_params(state), those of lookahead jstep.slow_params(state)"
 )
 
 
@@ -230,29 +247,40 @@ def choose_average(name: str, averages: Sequence[str], argument: str, owner: str
     if not matches and name == AVERAGE_SLOT and len(averages) == 1:
         return averages[0]
     if not averages:
-        raise ValueError(f"{argument}={name!r}: {owner} has no averages of the parameters. {_KEEP_AVERAGES}")
+        raise ValueError(
+            f"{argument}={name!r}: {owner} has no averages of the parameters. {_KEEP_AVERAGES}"
+        )
     if not matches:
         raise ValueError(
-            f"{argument}={name!r}: must be the name of an average; {owner} has {sorted(averages)}. {_KEEP_AVERAGES}"
+            f"{argument}={name!r}: must be the name of an average; {owner} has {sorted(averages)}. "
+            f"{_KEEP_AVERAGES}"
         )
     if len(matches) > 1:
-        raise ValueError(f"{argument}={name!r}: {owner} has several such slots, {sorted(matches)}; give a full name")
+        raise ValueError(
+            f"{argument}={name!r}: {owner} has several such slots, {sorted(matches)}; "
+            "give a full name"
+        )
     return matches[0]
 
 
 def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], bool]) -> str:
-    """Return the full name of the only matching slot among those that belong, under any scopes and labels."""
+    """Return the full name of the only matching slot that belongs, under any scopes and labels."""
     as_state(state)
     slots = state.slots if isinstance(state.slots, dict) else {}
-    belonging = [slot for slot in slots if belongs(slot) and trees.is_like(state.params, slots[slot])]
+    belonging = [
+        slot for slot in slots if belongs(slot) and trees.is_like(state.params, slots[slot])
+    ]
     matches = [slot for slot in belonging if has_name(slot, name)]
     if name in matches:
         return name
     if len(matches) > 1:
-        raise ValueError(f"name={name!r}: the state has several such slots, {sorted(matches)}; give a full name")
+        raise ValueError(
+            f"name={name!r}: the state has several such slots, {sorted(matches)}; give a full name"
+        )
     if not matches:
         raise ValueError(
-            f"name={name!r}: the state has no such slot{trees.suggest_names(str(name), belonging)}; it has "
+            f"name={name!r}: the state has no such "
+            f"slot{trees.suggest_names(str(name), belonging)}; it has "
             f"{sorted(belonging)}. {hint}"
         )
     return matches[0]

@@ -26,12 +26,15 @@ from jstep.state import sharding as layout
 from jstep.state.global_step import check_alive, create_global_step
 from jstep.state.packed_slots import Packing, pack
 
-# Creation of a state: validation of parameters, and sharding without any device holding more than its shards.
+# Creation of a state: validation of parameters, and sharding without any device holding more than
+# its shards.
 
 
 def is_abstract(mesh: Mesh | None, *arguments: object) -> bool:
     """Whether to create an abstract state: from shapes, or for compile-only devices."""
-    return any(map(is_shape, jax.tree.leaves(arguments))) or (compiles_only(mesh) and meshes.current_mesh() is not None)
+    return any(map(is_shape, jax.tree.leaves(arguments))) or (
+        compiles_only(mesh) and meshes.current_mesh() is not None
+    )
 
 
 def make_on(
@@ -47,7 +50,9 @@ def make_on(
 
     def place(tree: Tree, argument: str, shardings: Callable[[Any], Any]) -> Any:
         def as_leaf(keys: Any, leaf: object) -> Any:
-            return leaf if is_shape(leaf) else device_values.host_leaf(leaf, trees.path_str(keys), argument)
+            if is_shape(leaf):
+                return leaf
+            return device_values.host_leaf(leaf, trees.path_str(keys), argument)
 
         tree = jax.tree_util.tree_map_with_path(as_leaf, tree)
         return layout.put_leaves(tree, shardings(tree))
@@ -69,12 +74,15 @@ def make_on(
         def specs(state: Tree) -> Any:
             return jax.tree.map(lambda sharding: sharding.spec, shardings(state))
 
-        return meshes.call_on_auto_axes(make, placed_params, others, specs_of=specs, mesh=mesh.abstract_mesh)
+        return meshes.call_on_auto_axes(
+            make, placed_params, others, specs_of=specs, mesh=mesh.abstract_mesh
+        )
 
     with meshes.using_mesh(mesh):
         if AxisType.Explicit in mesh.axis_types:
-            # With Auto axes each device generates its own shard of random numbers; with Explicit axes each generates
-            # the whole array, unless the function annotates shardings. JAX then rejects it with Auto axes.
+            # With Auto axes each device generates its own shard of random numbers; with Explicit
+            # axes each generates the whole array, unless the function annotates shardings. JAX then
+            # rejects it with Auto axes.
             with contextlib.suppress(Exception):
                 return layout.build(split, shardings, placed_params, others, abstract=abstract)
         return layout.build(make, shardings, placed_params, others, abstract=abstract)
@@ -89,20 +97,26 @@ COLLECTIONS = frozenset({"batch_stats", "cache", "intermediates", "perturbations
 
 
 def check_trained(params: Tree) -> None:
-    """Reject a whole `nnx.Module`, or all variables of a Linen module: running statistics would not be updated."""
+    """Reject a whole `nnx.Module`, or all variables of a Linen module.
+
+    Running statistics would not be updated.
+    """
     if isinstance(params, Mapping) and "params" in params and not COLLECTIONS.isdisjoint(params):
         untrained = sorted(COLLECTIONS.intersection(params))
         raise TypeError(
-            f"params: has Flax's collections {['params', *untrained]}; {untrained[0]!r} is not trained, but an "
-            "optimizer would decay it: pass variables['params'] as params, and the others as model_state (the page "
-            "'From Flax' shows the loss)"
+            f"params: has Flax's collections {['params', *untrained]}; {untrained[0]!r} is "
+            "not trained, but an optimizer would decay it: pass variables['params'] as params, "
+            "and the others as model_state (the page 'From Flax' shows the loss)"
         )
-    for path, node in trees.leaves_with_paths(params, is_leaf=lambda node: "Variable" in _kinds(node)):
+    for path, node in trees.leaves_with_paths(
+        params, is_leaf=lambda node: "Variable" in _kinds(node)
+    ):
         if _kinds(node) & NOT_TRAINED:
             raise TypeError(
-                f"params: the variable at {trees.quote_path(path)} is an nnx.{type(node).__name__}, which is not "
-                "trained; split the model, `graphdef, params, rest = nnx.split(model, nnx.Param, ...)`, and pass "
-                "model_state=rest (the page 'From Flax' shows the loss)"
+                f"params: the variable at {trees.quote_path(path)} is "
+                f"an nnx.{type(node).__name__}, which is not trained; "
+                "split the model, `graphdef, params, rest = nnx.split(model, nnx.Param, ...)`, "
+                "and pass model_state=rest (the page 'From Flax' shows the loss)"
             )
 
 
@@ -112,8 +126,8 @@ def _kinds(node: object) -> set[str]:
 
 # The training state: parameters, slots and the global step.
 #
-# `global_step`, the number of updates applied, is the only counter in jstep: schedules, bias corrections, averages,
-# checkpoints, logs and the stop condition all read it.
+# `global_step`, the number of updates applied, is the only counter in jstep: schedules, bias
+# corrections, averages, checkpoints, logs and the stop condition all read it.
 
 MODEL_STATE = layout.MODEL_STATE
 START_STEP = "start_step"
@@ -122,15 +136,18 @@ START_STEP = "start_step"
 @explains_attributes
 @dataclasses.dataclass(frozen=True, init=False, repr=False, eq=False)
 class TrainState(Generic[P]):
-    """Training state, an immutable pytree: parameters, optimizer state, called *slots* as in TensorFlow, and the step.
+    """Training state, an immutable pytree: parameters, optimizer state and the step.
+
+    Optimizer state is called *slots*, as in TensorFlow.
 
     Attributes:
         params: The trained variables, any pytree of arrays.
-        slots: Slot name → tree with the structure of `params` (None for a leaf without a slot), or a scalar.
-            Non-trained variables are stored in `slots["model_state"]`. Each access returns a new dict.
+        slots: Slot name → tree with the structure of `params` (None for a leaf without a slot), or
+            a scalar. Non-trained variables are stored in `slots["model_state"]`. Each access
+            returns a new dict.
         global_step: The number of training steps completed, an int32 scalar (int64 under x64).
-        roles: The role of each slot in its optimizer, such as an age; static and not saved. It is empty in a state made
-            by hand.
+        roles: The role of each slot in its optimizer, such as an age; static and not saved. It is
+            empty in a state made by hand.
 
     Example:
         >>> import jstep
@@ -143,8 +160,8 @@ class TrainState(Generic[P]):
     `state == other` is a bool: whether both have the same structure and bitwise identical arrays.
     """
 
-    # A train step sets it on the states that it returns. Without a default, looking for it at each step would call
-    # `__getattr__`.
+    # A train step sets it on the states that it returns. Without a default, looking for it at each
+    # step would call `__getattr__`.
     _layout: ClassVar[Any] = None
     _children: ClassVar[tuple[Any, ...]]
     _static: ClassVar[tuple[Roles, Packing | None]]
@@ -154,7 +171,9 @@ class TrainState(Generic[P]):
     roles: dataclasses.InitVar[Roles] = NO_ROLES
 
     @shortens_tracebacks
-    def __init__(self, params: P, slots: Slots, global_step: Array, roles: Roles = NO_ROLES) -> None:
+    def __init__(
+        self, params: P, slots: Slots, global_step: Array, roles: Roles = NO_ROLES
+    ) -> None:
         # JAX and users may put anything there, such as one sharding for all slots.
         stored, packing = pack(params, slots) if type(slots) is dict else (slots, None)
         self.__dict__.update(vars(_unflatten((roles, packing), (params, stored, global_step))))
@@ -204,14 +223,15 @@ class TrainState(Generic[P]):
         """Create a state with new slots at `global_step`.
 
         Args:
-            params: Any pytree of arrays and numbers; None and integer leaves are kept. Or a function without arguments
-                that returns one: with a mesh no device ever holds the whole tree. Shapes, or a mesh from
-                `jstep.topology`, give a state of shapes.
-            optimizer: The optimizer that creates the slots; None for a state without slots, whose step changes the
-                parameters itself.
+            params: Any pytree of arrays and numbers; None and integer leaves are kept. Or a
+                function without arguments that returns one: with a mesh no device ever holds the
+                whole tree. Shapes, or a mesh from `jstep.topology`, give a state of shapes.
+            optimizer: The optimizer that creates the slots; None for a state without slots, whose
+                step changes the parameters itself.
             global_step: The number of training steps completed, ≥ 0.
             model_state: Non-trained variables such as BatchNorm statistics, any pytree of arrays.
-            copy: Whether to copy params and model_state. If False, the first compiled step deletes the caller's arrays.
+            copy: Whether to copy params and model_state. If False, the first compiled step deletes
+                the caller's arrays.
             mesh: A `jax.sharding.Mesh` to shard the state over.
             param_specs: As in `shard_state`.
             slot_axis: As in `shard_state`.
@@ -219,14 +239,16 @@ class TrainState(Generic[P]):
             model_state_specs: As in `shard_state`.
 
         Raises:
-            TypeError: A leaf is neither an array nor a number (names its path), or `global_step` is not an integer.
+            TypeError: A leaf is neither an array nor a number (names its path), or `global_step` is
+                not an integer.
             ValueError: `global_step` is negative.
-            OverflowError: A leaf has an integer that 32 bits cannot hold, and 64-bit types are off (names its path).
+            OverflowError: A leaf has an integer that 32 bits cannot hold, and 64-bit types are off
+                (names its path).
         """
         if isinstance(params, Optimizer):
             raise TypeError(
-                "params: must be a tree of arrays, got an optimizer; the arguments are TrainState.create(params, "
-                "optimizer)"
+                "params: must be a tree of arrays, got an optimizer; "
+                "the arguments are TrainState.create(params, optimizer)"
             )
         optimizer = _NO_OPTIMIZER if optimizer is None else as_optimizer("optimizer", optimizer)
         copy = as_bool(copy, "copy")
@@ -239,7 +261,8 @@ class TrainState(Generic[P]):
         given = [name for name, value in mesh_arguments.items() if value is not None]
         if mesh is None and given:
             raise ValueError(
-                f"{', '.join(given)}: must be None without a mesh, over which it shards; give mesh as well"
+                f"{', '.join(given)}: must be None without a mesh, over which it shards; "
+                "give mesh as well"
             )
         make_params: Any = params if trees.is_function(params) else None
         shared = [] if make_params is not None else _shared_leaves(params)
@@ -249,14 +272,17 @@ class TrainState(Generic[P]):
             if make_params is not None:
                 shared[:] = _shared_leaves(tree)
             with meshes.internal_transfers():
-                return _fresh(cls, tree, optimizer, create_global_step(global_step), model_state, copy=copy)
+                return _fresh(
+                    cls, tree, optimizer, create_global_step(global_step), model_state, copy=copy
+                )
 
         if mesh is None:
             if is_abstract(None, params, model_state):
                 return jax.eval_shape(make, params, model_state)
             state = device_values.make_and_check(make, params, model_state)
         else:
-            jax.eval_shape(lambda: create_global_step(global_step))  # fail before large arrays are placed
+            # This fails before large arrays are placed.
+            jax.eval_shape(lambda: create_global_step(global_step))
             mesh = meshes.as_mesh(mesh)
             memory = as_memory(slots_memory, mesh)
 
@@ -266,11 +292,14 @@ class TrainState(Generic[P]):
                 return _shardings_of(shapes, mesh, param_specs, slot_axis, memory, specs)
 
             layout.check_model_state(model_state, model_state_specs)
-            state = device_values.make_and_check(make_on, mesh, make, params, model_state, shardings, model_state_specs)
+            state = device_values.make_and_check(
+                make_on, mesh, make, params, model_state, shardings, model_state_specs
+            )
         for paths in shared:
             logger.warning(
-                "params: %s are the same array. The state stores a separate copy under each path, and the copies are "
-                "trained independently. To tie them, keep the array under one path and read it there in the model.",
+                "params: %s are the same array. The state stores a separate copy under each path, "
+                "and the copies are trained independently. To tie them, "
+                "keep the array under one path and read it there in the model.",
                 " and ".join(map(repr, paths)),
             )
         return state
@@ -281,28 +310,33 @@ class TrainState(Generic[P]):
         return self.slots.get(MODEL_STATE)
 
     def replace(self, **changes: Any) -> Self:
-        """Return a new state with some of `params`, `slots`, `global_step` and `model_state` replaced.
+        """Return a new state with other `params`, `slots`, `global_step` or `model_state`.
 
         Args:
-            **changes: The new values; NumPy arrays among them are copied. `model_state=None` removes it; numbers in it
-                become arrays.
+            **changes: The new values; NumPy arrays among them are copied. `model_state=None`
+                removes it; numbers in it become arrays.
 
         Raises:
             TypeError: There is no such field.
 
         Example:
             >>> import jstep
-            >>> state = jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1), model_state={"seen": 0})
+            >>> optimizer = jstep.gradient_descent(0.1)
+            >>> state = jstep.TrainState.create({"w": 1.0}, optimizer, model_state={"seen": 0})
             >>> print(state.replace(model_state={"seen": 1}).model_state["seen"])
             1
         """
         for name in changes:
             if name not in _REPLACEABLE:
                 hint = find_hint(f"TrainState.{name}")
-                raise TypeError(f"replace({name}=…): must be one of {', '.join(_REPLACEABLE)}{hint}")
+                raise TypeError(
+                    f"replace({name}=…): must be one of {', '.join(_REPLACEABLE)}{hint}"
+                )
         if "params" in changes and "slots" not in changes:
             keep = "; or state.replace(params=…, slots=state.slots) to keep them"
-            copies.warn_of_copies(self, changes["params"], self.slots, "state.replace(params=…)", keep)
+            copies.warn_of_copies(
+                self, changes["params"], self.slots, "state.replace(params=…)", keep
+            )
         if _is_count(changes.get("global_step")):
             changes["global_step"] = placement.place_like_old(
                 create_global_step(changes["global_step"]), self.global_step
@@ -311,12 +345,17 @@ class TrainState(Generic[P]):
             slots = dict(changes.get("slots", self.slots))
             variables = changes.pop(MODEL_STATE)
             slots.pop(MODEL_STATE, None)
-            changes["slots"] = slots if variables is None else {**slots, MODEL_STATE: _numbers_as_arrays(variables)}
+            if variables is not None:
+                slots = {**slots, MODEL_STATE: _numbers_as_arrays(variables)}
+            changes["slots"] = slots
         copied = {name: trees.copy_numpy(value, name) for name, value in changes.items()}
         return self._pack_prefix(dataclasses.replace(self, **copied))
 
     def _pack_prefix(self, new: Self) -> Self:
-        """Give a new state, which may be a tree prefix of this one, such as its shardings, the same structure."""
+        """Give a new state the same structure.
+
+        It may be a tree prefix of this one, such as its shardings.
+        """
         roles, packing = self._static
         if packing is None or new._static[1] is not None:
             return new
@@ -327,24 +366,27 @@ class TrainState(Generic[P]):
 
     @shortens_tracebacks
     def with_params(self, params: P) -> Self:
-        """Return a new state with other parameters, and with the slots that are copies of the parameters set to them.
+        """Return a new state with other parameters, and slots that are copies of them set to these.
 
-        Copies are averages, masters, slow weights and others, which would undo `state.replace(params=…)`. Everything
-        else stays.
+        Copies are averages, masters, slow weights and others, which would undo
+        `state.replace(params=…)`. Everything else stays.
 
         Args:
-            params: The new parameters, with the structure, shapes and dtypes of the old ones; each leaf is copied, and
-                placed like the old one. A leaf that is the state's own array stays, and so do its slots. A
-                low-precision leaf may be given in float32 if it has a master or a remainder.
+            params: The new parameters, with the structure, shapes and dtypes of the old ones; each
+                leaf is copied, and placed like the old one. A leaf that is the state's own array
+                stays, and so do its slots. A low-precision leaf may be given in float32 if it has a
+                master or a remainder.
 
         Raises:
             TypeError: A leaf is not an array or a number (names its path).
-            ValueError: The structure, a shape or a dtype differs (names the leaf), the state was made by hand, or the
-                rule computes the parameters from its slots, as FTRL and MADGRAD do.
+            ValueError: The structure, a shape or a dtype differs (names the leaf), the state was
+                made by hand, or the rule computes the parameters from its slots, as FTRL and
+                MADGRAD do.
 
         Example:
             >>> import jstep
-            >>> optimizer = jstep.with_moving_average(jstep.sgd(0.1), jstep.ExponentialMovingAverage(0.999))
+            >>> ema = jstep.ExponentialMovingAverage(0.999)
+            >>> optimizer = jstep.with_moving_average(jstep.sgd(0.1), ema)
             >>> state = jstep.TrainState.create({"w": 1.0}, optimizer).with_params({"w": 5.0})
             >>> print(state.params["w"], jstep.averaged_params(state)["w"])
             5.0 5.0
@@ -357,8 +399,8 @@ class TrainState(Generic[P]):
             return NotImplemented
         if trees.has_tracers((self, other)):
             raise TypeError(
-                "state == other: must not be traced, as its result is a Python bool; compare states outside of jit, "
-                "vmap and steps, or their leaves by jnp.array_equal"
+                "state == other: must not be traced, as its result is a Python bool; "
+                "compare states outside of jit, vmap and steps, or their leaves by jnp.array_equal"
             )
         for state in (self, other):
             check_alive(state)
@@ -367,19 +409,27 @@ class TrainState(Generic[P]):
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params)
         numbers = sum(int(np.size(leaf)) for leaf in leaves)
-        slots = ", ".join(f"{name} ({_bytes_text(tree)})" for name, tree in sorted(self.slots.items()))
+        slots = ", ".join(
+            f"{name} ({_bytes_text(tree)})" for name, tree in sorted(self.slots.items())
+        )
         return (
             f"TrainState(global_step={_step_text(self.global_step)}, "
-            f"params: {_counted(numbers, 'number', 'numbers')} in {_counted(len(leaves), 'leaf', 'leaves')} "
-            f"({_bytes_text(self.params)}), "
+            f"params: {_counted(numbers, 'number', 'numbers')} in "
+            f"{_counted(len(leaves), 'leaf', 'leaves')} ({_bytes_text(self.params)}), "
             f"slots: {slots or 'none'})"
         )
 
     def _repr_html_(self) -> str:
         numbers = sum(int(np.size(leaf)) for leaf in jax.tree.leaves(self.params))
         named = {"params": self.params, **dict(sorted(self.slots.items()))}
-        rows = [(name, f"{len(jax.tree.leaves(tree)):,}", _bytes_text(tree)) for name, tree in named.items()]
-        title = f"TrainState at step {_step_text(self.global_step)}: {_counted(numbers, 'parameter', 'parameters')}"
+        rows = [
+            (name, f"{len(jax.tree.leaves(tree)):,}", _bytes_text(tree))
+            for name, tree in named.items()
+        ]
+        title = (
+            f"TrainState at step {_step_text(self.global_step)}: "
+            f"{_counted(numbers, 'parameter', 'parameters')}"
+        )
         return html_table(title, rows, ("", "leaves", "size"))
 
 
@@ -407,7 +457,8 @@ _flatten = operator.attrgetter("_children", "_static")
 
 
 def _flatten_with_keys(state: TrainState) -> tuple[list[tuple[Any, Any]], Any]:
-    return list(zip(map(jax.tree_util.GetAttrKey, _FIELDS), state._children, strict=True)), state._static
+    children = zip(map(jax.tree_util.GetAttrKey, _FIELDS), state._children, strict=True)
+    return list(children), state._static
 
 
 def _unflatten(static: tuple[Roles, Packing | None], children: Any) -> TrainState:
@@ -443,7 +494,9 @@ def _refuse_assignment(self: TrainState, name: str, value: object) -> None:
     try:
         _frozen_setattr(self, name, value)
     except dataclasses.FrozenInstanceError as error:
-        remedy = f"; a state is immutable: use state = state.replace({name}=…)" if name in _REPLACEABLE else ""
+        remedy = ""
+        if name in _REPLACEABLE:
+            remedy = f"; a state is immutable: use state = state.replace({name}=…)"
         raise dataclasses.FrozenInstanceError(f"{error}{remedy}") from None
 
 
@@ -454,7 +507,11 @@ jax.tree_util.register_pytree_with_keys(TrainState, _flatten_with_keys, _unflatt
 
 def keep_roles(old: object, new: object) -> Any:
     """Return the new state, with the old roles if a step created it by hand."""
-    if not (isinstance(new, TrainState) and isinstance(old, TrainState)) or roles_in(new) or not roles_in(old):
+    if (
+        not (isinstance(new, TrainState) and isinstance(old, TrainState))
+        or roles_in(new)
+        or not roles_in(old)
+    ):
         return new
     if not isinstance(new.slots, dict) or new.slots.keys() != old.slots.keys():
         return new
@@ -462,7 +519,13 @@ def keep_roles(old: object, new: object) -> Any:
 
 
 def _fresh(
-    cls: type[TrainState], params: Tree, optimizer: Optimizer, step: Array, model_state: Tree, *, copy: bool
+    cls: type[TrainState],
+    params: Tree,
+    optimizer: Optimizer,
+    step: Array,
+    model_state: Tree,
+    *,
+    copy: bool,
 ) -> TrainState:
     check_trained(params)
     params = _as_arrays(params, copy=copy)
@@ -471,11 +534,14 @@ def _fresh(
     if model_state is not None:
         if MODEL_STATE in slots:
             raise ValueError(
-                f"the optimizer has a slot named {MODEL_STATE!r}, a name reserved for non-trained variables"
+                f"the optimizer has a slot named {MODEL_STATE!r}, "
+                "a name reserved for non-trained variables"
             )
         slots[MODEL_STATE] = _as_arrays(model_state, copy=copy, argument=MODEL_STATE)
         for name in roles.names_with(Role.LAST_WEIGHT):
-            slots[f"{name.rpartition('/')[0]}/{MODEL_STATE}"] = jax.tree.map(_fresh_average, slots[MODEL_STATE])
+            slots[f"{name.rpartition('/')[0]}/{MODEL_STATE}"] = jax.tree.map(
+                _fresh_average, slots[MODEL_STATE]
+            )
     return cls(params, slots, copy_of(step), roles=roles)
 
 
@@ -488,7 +554,9 @@ def _slots_of(params: Params, optimizer: Optimizer, step: Array, roles: Roles) -
     if mesh is None:
         return optimizer.init(params, step)
     everywhere = layout.everywhere(mesh)
-    specs = jax.tree.map(lambda leaf: meshes.spec_of(leaf) if meshes.explicit_mesh(leaf) else everywhere.spec, params)
+    specs = jax.tree.map(
+        lambda leaf: meshes.spec_of(leaf) if meshes.explicit_mesh(leaf) else everywhere.spec, params
+    )
 
     def specs_of(slots: Slots) -> Any:
         _, shardings = layout.state_shardings(params, slots, mesh, specs, None, roles)
@@ -533,7 +601,9 @@ def _as_arrays(tree: Tree, *, copy: bool, argument: str = "params") -> Any:
 
 def _is_count(step: Any) -> bool:
     """Whether a step is an integer of Python or NumPy."""
-    is_integer = isinstance(step, int | np.integer) or (isinstance(step, np.ndarray) and step.dtype.kind in "iu")
+    is_integer = isinstance(step, int | np.integer) or (
+        isinstance(step, np.ndarray) and step.dtype.kind in "iu"
+    )
     return is_integer and not isinstance(step, bool) and not np.ndim(step)
 
 
@@ -576,8 +646,12 @@ def _step_text(step: object) -> str:
 def as_state(value: object) -> TrainState:
     if not isinstance(value, TrainState):
         library = type(value).__module__.partition(".")[0]
-        got = f"{library}'s TrainState" if type(value).__name__ == "TrainState" else describe_type(value)
-        remedy = "" if isinstance(value, tuple) else "; make one with jstep.TrainState.create(params, optimizer)"
+        got = f"{library}'s TrainState"
+        if type(value).__name__ != "TrainState":
+            got = describe_type(value)
+        remedy = ""
+        if not isinstance(value, tuple):
+            remedy = "; make one with jstep.TrainState.create(params, optimizer)"
         raise TypeError(f"state: must be a jstep.TrainState, got {got}{remedy}")
     return value
 
@@ -598,22 +672,23 @@ def shard_state(
     """Shard a state over a mesh. Compiled steps preserve the sharding of every leaf.
 
     Args:
-        state: Any state. For one too large for a device, pass the mesh to `TrainState.create`. A state of shapes gives
-            shapes with shardings: a target for `Saver.restore`.
+        state: Any state. For one too large for a device, pass the mesh to `TrainState.create`. A
+            state of shapes gives shapes with shardings: a target for `Saver.restore`.
         mesh: A `jax.sharding.Mesh`. The state keeps its axis types, Explicit or Auto.
-        param_specs: Sharding of the parameters: one `PartitionSpec` for all, a tree of them (or a prefix of one), rules
-            `[(glob, spec), …]` of which the first match applies, or a function `(path, leaf) -> spec`; otherwise
-            replicated.
-        slot_axis: A mesh axis over which the slots of replicated parameters are split (ZeRO-1). Other slots are
-            sharded like their parameters; scalars are replicated.
-        slots_memory: The memory kind of slots with one dimension or more: `"pinned_host"` for host memory, None or
-            `"device"` for device memory.
-        model_state_specs: Sharding of model_state, in the same forms; otherwise replicated. `PartitionSpec("data")`
-            splits the leading axis of each leaf, as of stacked workers. Averages of model_state are sharded like it.
+        param_specs: Sharding of the parameters: one `PartitionSpec` for all, a tree of them (or a
+            prefix of one), rules `[(glob, spec), …]` of which the first match applies, or a
+            function `(path, leaf) -> spec`; otherwise replicated.
+        slot_axis: A mesh axis over which the slots of replicated parameters are split (ZeRO-1).
+            Other slots are sharded like their parameters; scalars are replicated.
+        slots_memory: The memory kind of slots with one dimension or more: `"pinned_host"` for host
+            memory, None or `"device"` for device memory.
+        model_state_specs: Sharding of model_state, in the same forms; otherwise replicated.
+            `PartitionSpec("data")` splits the leading axis of each leaf, as of stacked workers.
+            Averages of model_state are sharded like it.
 
     Raises:
-        ValueError: A spec names an axis that is not in the mesh, or does not divide its leaf (names the path); or the
-            devices do not have that memory kind.
+        ValueError: A spec names an axis that is not in the mesh, or does not divide its leaf (names
+            the path); or the devices do not have that memory kind.
 
     Example:
         >>> import jax, jstep
@@ -627,16 +702,25 @@ def shard_state(
     """
     as_state(state)
     mesh = meshes.as_mesh(mesh)
-    shardings = _shardings_of(state, mesh, param_specs, slot_axis, as_memory(slots_memory, mesh), model_state_specs)
+    shardings = _shardings_of(
+        state, mesh, param_specs, slot_axis, as_memory(slots_memory, mesh), model_state_specs
+    )
     with meshes.internal_transfers():
         return layout.put_leaves(state, shardings)
 
 
 def _shardings_of(
-    state: TrainState, mesh: Any, param_specs: Any, slot_axis: Any, memory: str | None, model_state_specs: Any
+    state: TrainState,
+    mesh: Any,
+    param_specs: Any,
+    slot_axis: Any,
+    memory: str | None,
+    model_state_specs: Any,
 ) -> TrainState:
     roles = roles_in(state)
-    params, slots = layout.state_shardings(state.params, state.slots, mesh, param_specs, slot_axis, roles)
+    params, slots = layout.state_shardings(
+        state.params, state.slots, mesh, param_specs, slot_axis, roles
+    )
     slots = layout.change_memory(slots, state.slots, memory)
     slots |= layout.model_state_shardings(state.slots, mesh, model_state_specs)
     step: Any = None if state.global_step is None else layout.everywhere(mesh)

@@ -1,7 +1,8 @@
 """JSON that is checked against types, such as those of the record of a run: `checked`.
 
-A schema is a TypedDict whose fields are JSON's types, lists, dicts, tuples, other TypedDicts, `T | None`, or
-`Annotated[T, is_valid]`. None means unknown or not applicable. Optional fields, lists and dicts may be absent.
+A schema is a TypedDict whose fields are JSON's types, lists, dicts, tuples, other TypedDicts,
+`T | None`, or `Annotated[T, is_valid]`. None means unknown or not applicable. Optional fields,
+lists and dicts may be absent.
 """
 
 import contextlib
@@ -32,7 +33,8 @@ Path: TypeAlias = Annotated[str, _is_path]
 def checked(value: Any, kind: Any) -> Any:
     """Return JSON as a value of a type, or raise a ValueError that says what is not valid.
 
-    Invalid entries of a `dict[str, T]` are left out. A float may be given as an int, a bool, "nan", "inf" or "-inf".
+    Invalid entries of a `dict[str, T]` are left out. A float may be given as an int, a bool, "nan",
+    "inf" or "-inf".
 
     Example:
         >>> checked({"loss": True, "accuracy": "nan", "x": [1]}, dict[str, float])
@@ -95,7 +97,9 @@ def _fields_of(value: dict[str, Any], kind: Any) -> dict[str, Any]:
         try:
             found[name] = checked(value.get(name), hint)
         except (ValueError, TypeError):
-            raise ValueError(f"has {name}={format_value(value.get(name))}, which is not valid") from None
+            raise ValueError(
+                f"has {name}={format_value(value.get(name))}, which is not valid"
+            ) from None
     return found
 
 

@@ -15,11 +15,13 @@ _SETTINGS = {
     "jax_enable_compilation_cache": True,
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
-    "jax_persistent_cache_enable_xla_caches": "none",  # keys with the path: a moved cache would be useless
+    # XLA's caches have keys with the path: a moved cache would be useless.
+    "jax_persistent_cache_enable_xla_caches": "none",
 }
 """Every program is cached, whatever its size and compile time."""
 _lock = threading.Lock()
-"""Held by the run whose settings apply: JAX's settings are global, and overlapping runs use those of the first."""
+"""Held by the run whose settings apply: JAX's settings are global, and overlapping runs use those
+of the first."""
 
 
 @contextlib.contextmanager
@@ -29,7 +31,9 @@ def persistent_cache(directory: str | None) -> Iterator[None]:
         if directory is not None:
             make_directories(directory)
     except OSError as error:
-        logger.warning("compile_cache=%s: %s; the run compiles its programs without a cache", directory, error)
+        logger.warning(
+            "compile_cache=%s: %s; the run compiles its programs without a cache", directory, error
+        )
         directory = None
     if directory is None or not _lock.acquire(blocking=False):
         yield

@@ -20,13 +20,14 @@ from jstep.stores.urls import is_url, join_path, location
 
 # A record of an event file is
 #
-#     uint64 length | uint32 masked CRC-32C of the length | length bytes | uint32 masked CRC-32C of them
+#     uint64 length | uint32 masked CRC-32C of length | length bytes | uint32 masked CRC-32C of them
 #
-# all little-endian. Checksums are masked (rotated and shifted by a constant), since a checksum of checksums is weak.
+# all little-endian. Checksums are masked (rotated and shifted by a constant), since a checksum of
+# checksums is weak.
 #
 # TensorBoard's protos, the CRC-32C in C, and Pillow are imported on first use. Writing imports only
-# `tensorboard.compat.proto`, which contains message classes: tensorboard's own writer uses `tensorboard.compat.tf`,
-# which imports TensorFlow if it is installed.
+# `tensorboard.compat.proto`, which contains message classes: tensorboard's own writer uses
+# `tensorboard.compat.tf`, which imports TensorFlow if it is installed.
 
 _PROTOS = ("event_pb2", "summary_pb2", "tensor_pb2", "tensor_shape_pb2", "types_pb2", "graph_pb2")
 
@@ -38,7 +39,8 @@ def import_extra(module: str, what: str = "an event file") -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            f"{what} needs {module.split('.')[0]}, which could not be imported ({error}): pip install jstep[summaries]"
+            f"{what} needs {module.split('.')[0]}, which could not be imported ({error}): pip "
+            "install jstep[summaries]"
         ) from error
 
 
@@ -61,13 +63,16 @@ def parse_message(data: bytes, name: str, what: str) -> Any:
     try:
         return proto(name).FromString(data)
     except decode_error() as error:
-        raise TypeError(f"{what}: {len(data)} bytes that are not a serialized {name}: {error}") from error
+        raise TypeError(
+            f"{what}: {len(data)} bytes that are not a serialized {name}: {error}"
+        ) from error
 
 
 def is_message(x: object, name: str) -> bool:
-    """Return whether a value is a message of this name, of whatever package: TensorFlow has classes of its own."""
+    """Return whether a value is a message of this name, of any package: TensorFlow has its own."""
     descriptor = getattr(x, "DESCRIPTOR", None)
-    return getattr(descriptor, "full_name", "").rpartition(".")[2] == name and hasattr(x, "SerializeToString")
+    full_name = getattr(descriptor, "full_name", "")
+    return full_name.rpartition(".")[2] == name and hasattr(x, "SerializeToString")
 
 
 CHECKSUMS = "google_crc32c"
@@ -125,7 +130,9 @@ def read_records(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
         if crc != masked_crc(header[:8]):
             raise DataLossError(path, offset, "the checksum of its length does not match")
         if length >= MAX_LENGTH:
-            raise DataLossError(path, offset, f"it claims {length} bytes, more than an event can have")
+            raise DataLossError(
+                path, offset, f"it claims {length} bytes, more than an event can have"
+            )
         data = _read_data(file, length)
         footer = file.read(FOOTER) if len(data) == length else b""
         if len(footer) < FOOTER:
@@ -138,7 +145,8 @@ def read_records(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
 
 def _read_data(file: BinaryIO, length: int) -> bytes:
     """Read the data of a record, or what there is of them."""
-    # In parts, because memory for as many bytes as the record claims would be allocated before any is read.
+    # In parts, because memory for as many bytes as the record claims would be allocated before any
+    # is read.
     parts: list[bytes] = []
     left = length
     while left:
@@ -179,7 +187,7 @@ class Writer(NamedTuple):
 
 
 def event_files(path: str) -> list[str]:
-    """Return the event files of a directory (or URL) in the order they were written, or a single file itself.
+    """Return event files of a directory (or URL) in the order of writing, or a single file itself.
 
     Directories and pipes are skipped.
     """
@@ -205,8 +213,8 @@ def _may_be_followed(file: str) -> bool:
 def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
     """Iterate over the events of an event file.
 
-    The checksum of each record is verified. An incomplete record at the end of the file, as left by a run that was
-    killed, ends the iteration after the complete events.
+    The checksum of each record is verified. An incomplete record at the end of the file, as left by
+    a run that was killed, ends the iteration after the complete events.
 
     Args:
         path: An event file, or the URL of one in an object store.
@@ -218,7 +226,8 @@ def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
         FileNotFoundError: The file does not exist.
         IsADirectoryError: The path is a directory.
         OSError: The path is not a regular file.
-        DataLossError: While iterating: a record is corrupted; the message has the path and the offset.
+        DataLossError: While iterating: a record is corrupted; the message has the path and the
+            offset.
         ImportError: tensorboard is not installed.
 
     Example:
@@ -257,7 +266,10 @@ class Point(NamedTuple):
 
 
 class Series:
-    """The points of a tag, in arrays; `rewound` has those that later ones replaced, for the last replacements."""
+    """The points of a tag, in arrays.
+
+    `rewound` has those that later ones replaced, for the last replacements.
+    """
 
     def __init__(self) -> None:
         self.steps = array("q")
@@ -284,11 +296,14 @@ class Series:
             del self.steps[first:], self.times[first:], self.values[first:]
 
 
-def read_series(files: Iterable[str], on_corrupted: Callable[[DataLossError], None]) -> dict[str, Series]:
+def read_series(
+    files: Iterable[str], on_corrupted: Callable[[DataLossError], None]
+) -> dict[str, Series]:
     """Return tag → points of some files, in the order of the tags' first events.
 
-    Steps increase within a series: a session that starts at step N replaces the earlier points from N on, and so does a
-    repeated step. `on_corrupted` receives the error of each corrupted file, whose earlier events are kept.
+    Steps increase within a series: a session that starts at step N replaces the earlier points from
+    N on, and so does a repeated step. `on_corrupted` receives the error of each corrupted file,
+    whose earlier events are kept.
     """
     series: dict[str, Series] = {}
     for file in files:

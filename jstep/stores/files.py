@@ -1,4 +1,4 @@
-"""Reading of local files and objects, for logs and the command line, and atomic and durable writing of files."""
+"""Reading of local files and objects for logs and the command line; atomic, durable file writes."""
 
 import contextlib
 import errno
@@ -63,7 +63,7 @@ def json_number(value: float) -> float | str:
 
 
 def seconds_since_write(path: str) -> float:
-    """Return how long ago a local file was written, by the clock of its file system if that can be read."""
+    """Return how long ago a local file was written, by its file system's clock if readable."""
     time_now = time.time()
     with contextlib.suppress(OSError, AttributeError):
         handle = os.open(os.path.dirname(os.path.realpath(path)), os.O_TMPFILE | os.O_WRONLY, 0o600)
@@ -77,12 +77,21 @@ def is_directory(path: str) -> bool:
 
 
 def is_absent(error: OSError) -> bool:
-    """Return whether an error of opening a file means that it does not exist, not that it is unreadable."""
-    return error.errno in {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+    """Return whether an error of opening a file means that it is absent, not unreadable."""
+    return error.errno in {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+    }
 
 
 def may_be_file(path: str) -> bool:
-    """Return whether a local file exists, or may exist but is unreadable; a link counts, which reading rejects."""
+    """Return whether a local file exists, or may exist but is unreadable.
+
+    A link counts, which reading rejects.
+    """
     try:
         mode = os.stat(path, follow_symlinks=False).st_mode
         return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
@@ -98,7 +107,7 @@ def names_in(path: str) -> list[str]:
 
 
 def walk(path: str) -> list[tuple[str, list[str]]]:
-    """Return the directories below one, or the parts of keys that are like directories, with the names in each."""
+    """Return the directories below one, or directory-like parts of keys, with the names in each."""
     if not is_url(path):
         return sorted((directory, names) for directory, _, names in os.walk(path))
     names_of: dict[str, list[str]] = {}
@@ -114,13 +123,13 @@ class ForeignFileError(ValueError):
 
 
 def check_no_links(path: str, *run_directories: str) -> None:
-    """Raise a ForeignFileError if a path leads through a link below a directory of a run: see `link_below`."""
+    """Raise ForeignFileError for a path through a link below a run's directory: `link_below`."""
     for directory in run_directories:
         link = link_below(path, directory)
         if link is not None:
             raise ForeignFileError(
-                f"{link}: is a link below {directory}, and nothing is written through it; give the directory that it "
-                "leads to, or remove it"
+                f"{link}: is a link below {directory}, and nothing is written through it; give the "
+                "directory that it leads to, or remove it"
             )
 
 
@@ -135,7 +144,8 @@ def open_own(path: str, beginning: bytes, *, append: bool = True) -> io.FileIO:
 
     Args:
         path: The file. Directories above it may be links.
-        beginning: The bytes with which the file begins, unless it is empty, torn, or begins with null characters.
+        beginning: The bytes with which the file begins, unless it is empty, torn, or begins with
+            null characters.
         append: Whether all bytes are written at the end of the file.
 
     Raises:
@@ -154,7 +164,8 @@ def open_own(path: str, beginning: bytes, *, append: bool = True) -> io.FileIO:
         if not beginning.startswith(first) and not _is_hole(head, beginning):
             raise foreign_file(path, f"begins with {first!r}")
         if append and os.fstat(file.fileno()).st_nlink > 1:
-            # Another name of the file is elsewhere, as in a backup that `cp -al` has made, and would grow with it.
+            # Another name of the file is elsewhere, as in a backup that `cp -al` has made, and
+            # would grow with it.
             file.seek(0)
             _copy_apart(path, file)
             file.close()
@@ -180,12 +191,17 @@ def _copy_apart(path: str, file: BinaryIO | io.FileIO) -> None:
 
 
 def _is_hole(head: bytes, beginning: bytes) -> bool:
-    """Return whether a file begins with a block that was lost in a power cut: the next whole line is as expected."""
+    """Return whether a file begins with a block that was lost in a power cut.
+
+    The next whole line must then be as expected.
+    """
     return head.startswith(b"\0") and head.lstrip(b"\0").partition(b"\n")[2].startswith(beginning)
 
 
 def foreign_file(path: str, what: str) -> ForeignFileError:
-    return ForeignFileError(f"{path}: jstep writes a file of this name, but it {what}; move it away")
+    return ForeignFileError(
+        f"{path}: jstep writes a file of this name, but it {what}; move it away"
+    )
 
 
 def write_named(path: str, data: bytes) -> None:
@@ -217,12 +233,18 @@ def keep_mode(new: str, old: str) -> None:
 
 
 def replace_file(
-    path: str, data: bytes, *, flush: bool = True, make_parents: bool = True, keeps_mode: bool = False
+    path: str,
+    data: bytes,
+    *,
+    flush: bool = True,
+    make_parents: bool = True,
+    keeps_mode: bool = False,
 ) -> None:
     """Write a file or object atomically.
 
-    Without `flush`, a power cut may empty it. Without `make_parents`, its directory must exist. The mode is the
-    umask's: somebody else may have put a file there. With `keeps_mode`, it is that of the file that is replaced.
+    Without `flush`, a power cut may empty it. Without `make_parents`, its directory must exist. The
+    mode is the umask's: somebody else may have put a file there. With `keeps_mode`, it is that of
+    the file that is replaced.
     """
     directory, name = split_path(path)
     if is_url(path):
@@ -268,7 +290,10 @@ def make_directories(path: str) -> None:
 
 
 def sync(handle: int, path: str, *, data_only: bool = False) -> None:
-    """Flush an open file to disk; `data_only` flushes only data and size, enough for a file that only grows."""
+    """Flush an open file to disk.
+
+    `data_only` flushes only data and size, which is enough for a file that only grows.
+    """
     try:
         if sys.platform == "darwin" and _is_flushed_by_drive(handle):
             return
@@ -277,11 +302,13 @@ def sync(handle: int, path: str, *, data_only: bool = False) -> None:
         else:
             os.fsync(handle)
     except OSError as error:
-        raise OSError(error.errno, f"could not be flushed to disk: {error.strerror}", path) from error
+        raise OSError(
+            error.errno, f"could not be flushed to disk: {error.strerror}", path
+        ) from error
 
 
 def _is_flushed_by_drive(handle: int) -> bool:
-    """Flush the buffers of the drive, too, unlike macOS's fsync; False if the file system cannot."""
+    """Flush the drive's buffers, too, unlike macOS's fsync; False if the file system cannot."""
     import fcntl
 
     try:

@@ -1,8 +1,9 @@
 """Growing files and objects, and logs of JSON lines in them, each of a step: `{"step": N, …}`.
 
-Stores cannot append, so an object is uploaded again, periodically. A log grows at its path: a file or object that is
-full, or has the lines of another run, is kept as `PATH.1`, `PATH.2`, …, in the order of writing. A process that is
-killed may leave an incomplete last line, and a power cut may leave zeros.
+Stores cannot append, so an object is uploaded again, periodically. A log grows at its path: a file
+or object that is full, or has the lines of another run, is kept as `PATH.1`, `PATH.2`, …, in the
+order of writing. A process that is killed may leave an incomplete last line, and a power cut may
+leave zeros.
 """
 
 import contextlib
@@ -36,13 +37,15 @@ SEGMENT = 2**20
 MAX_BUFFERED_BYTES = 2**28
 """Maximum number of bytes to buffer while uploads fail."""
 PERIOD = 10.0
-"""Minimum seconds between two uploads. Stores allow one write per second to an object, and charge for each."""
+"""Minimum seconds between two uploads. Stores allow one write per second to an object, and charge
+for each."""
 
 
 class ObjectAppender:
     """A growing byte sequence, stored as one object or several. A failed upload loses nothing.
 
-    One thread may write while another one uploads. The first object is written immediately, so that errors show early.
+    One thread may write while another one uploads. The first object is written immediately, so that
+    errors show early.
 
     Args:
         next_key: A function that returns the key of the next object.
@@ -68,9 +71,9 @@ class ObjectAppender:
         self._segment = segment or SEGMENT
         self._failing = False
         self._last_upload_at = -math.inf
-        # Held by `write`, and by an upload while it looks at what grows; only an upload removes from `_full`. The full
-        # objects that are not uploaded yet, and then the one that grows: its key, its data, and how many bytes of these
-        # the store has; -1 if it does not exist.
+        # Held by `write`, and by an upload while it looks at what grows; only an upload removes
+        # from `_full`. The full objects that are not uploaded yet, and then the one that grows: its
+        # key, its data, and how many bytes of these the store has; -1 if it does not exist.
         self._lock = threading.Lock()
         self._full: list[tuple[str, bytes]] = []
         self._key = next_key()
@@ -85,7 +88,10 @@ class ObjectAppender:
         with self._lock:
             pending = len(self._data) - self._uploaded + sum(len(full) for _, full in self._full)
             if pending + len(data) > MAX_BUFFERED_BYTES:
-                raise StoreError(f"{self.path}: {MAX_BUFFERED_BYTES} bytes are buffered in memory, not uploaded yet")
+                raise StoreError(
+                    f"{self.path}: {MAX_BUFFERED_BYTES} bytes are buffered in "
+                    "memory, not uploaded yet"
+                )
             self._data += data
             if len(self._data) >= self._segment:
                 self._begin_segment()
@@ -141,7 +147,7 @@ class ObjectAppender:
 
 
 class GrowingFile:
-    """A local file to which bytes are appended; the operating system has them when `write` returns."""
+    """A local file, appended to; the operating system has the bytes when `write` returns."""
 
     def __init__(self, path: str, file: io.FileIO) -> None:
         self.path = path
@@ -162,7 +168,8 @@ class GrowingFile:
 
     def sync(self) -> None:
         """Flush the bytes, and the name of a new file, to disk."""
-        if self._file.closed:  # `close` has flushed the file: a save in the background may end later
+        if self._file.closed:
+            # `close` has flushed the file: a save in the background may end later
             return
         sync(self._file.fileno(), self.path, data_only=True)
         if not self._is_named:
@@ -191,7 +198,8 @@ _HEAD = 2**20
 _MAX_LINE = 2**26
 """The maximum bytes of a line; a file of others may be without line breaks."""
 _PART = re.compile(r"\.([1-9][0-9]*)((?:\..*)?)", re.DOTALL)
-"""What follows the name of a log in the name of a part: its number, and perhaps the suffix of a compressed file."""
+"""What follows the name of a log in the name of a part: its number, and perhaps the suffix of a
+compressed file."""
 
 
 def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
@@ -209,19 +217,22 @@ def _earlier_parts(path: str) -> list[str]:
     if is_url(path):
         names = _names_of_parts(Objects(directory), name)
     else:
-        names = [other for other in _names_beside(path) if os.path.isfile(os.path.join(directory, other))]
+        names = [
+            other for other in _names_beside(path) if os.path.isfile(os.path.join(directory, other))
+        ]
     parts = sorted(number for number, suffix in _numbers(names, name) if not suffix)
     absent = _absent_ranges(parts)
     if absent:
         log_once(
             logging.WARNING,
-            f"{path}: of its parts, {absent} are not there (deleted, moved or compressed); it is read without them",
+            f"{path}: of its parts, {absent} are not there (deleted, moved or compressed); it "
+            "is read without them",
         )
     return [f"{path}.{number}" for number in parts]
 
 
 def _next_number(names: Iterable[str], name: str) -> int:
-    """Return the number of the next part: after all others, also those that were compressed, as `PATH.1.gz`."""
+    """Return the number of the next part: after all others, also compressed ones (`PATH.1.gz`)."""
     return max((number for number, _ in _numbers(names, name)), default=0) + 1
 
 
@@ -277,12 +288,13 @@ def read_log_files(path: str) -> Iterator[tuple[str, Iterator[bytes]]]:
 
 
 def _open_part(path: str, part: str) -> BinaryIO:
-    # The user has named the log, which may be a link, but not its parts, which whoever made the log has chosen.
+    # The user has named the log, which may be a link, but not its parts, which whoever made the log
+    # has chosen.
     return open_for_reading(part, follow_link=part == path)
 
 
 class LogTail(NamedTuple):
-    """The end of a part of a log: its lines with their line breaks; `is_whole` if it is all of the part."""
+    """The end of a part of a log: lines with their line breaks; `is_whole` if it is all of it."""
 
     part: str
     lines: list[bytes]
@@ -348,7 +360,7 @@ class LineFile(GrowingFile):
 
 
 class LineObject(ObjectAppender):
-    """An object of lines, uploaded periodically; a full one is uploaded once more, as `NAME.1`, `NAME.2`, ….
+    """An object of lines, uploaded periodically; full ones once more, as `NAME.1`, `NAME.2`, ….
 
     Raises:
         ForeignFileError: The object has other lines, and stays unchanged.
@@ -364,7 +376,9 @@ class LineObject(ObjectAppender):
             while objects.read(f"{name}.{first}").data is not None:  # a list may be incomplete
                 first += 1
             keys = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(first)))
-            super().__init__(objects, keys.__next__, kept=data[: data.rfind(b"\n") + 1], segment=LOG_SEGMENT)
+            super().__init__(
+                objects, keys.__next__, kept=data[: data.rfind(b"\n") + 1], segment=LOG_SEGMENT
+            )
 
     def _begin_segment(self) -> None:
         self._full.append((self._next_key(), bytes(self._data)))

@@ -1,11 +1,12 @@
-"""The objects below a URL, in tensorstore's key-value stores; credentials of S3, and errors of stores.
+"""The objects below a URL, in tensorstore's key-value stores; credentials of S3; stores' errors.
 
-Every operation gives up within half a minute (large objects get more, by their size), with an OSError that names
-operation and URL. After one timeout, later requests wait less, since many may follow before a run ends.
+Every operation gives up within half a minute (large objects get more, by their size), with an
+OSError that names operation and URL. After one timeout, later requests wait less, since many may
+follow before a run ends.
 
-A list may be wrong: for HTTP status 401, 403 or 404, tensorstore's gs:// driver returns an empty or truncated one. A
-run whose token has expired would start from step 0. A `Bucket` therefore has a mark, an object that sorts after all
-others, and rejects a list that does not end in it.
+A list may be wrong: for HTTP status 401, 403 or 404, tensorstore's gs:// driver returns an empty or
+truncated one. A run whose token has expired would start from step 0. A `Bucket` therefore has a
+mark, an object that sorts after all others, and rejects a list that does not end in it.
 """
 
 import configparser
@@ -27,7 +28,8 @@ from jstep.stores.urls import parts_of_url
 ABSENT = b"\x02"
 """The stamp of a missing object."""
 RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}
-"""22 seconds in all. tensorstore's default of 32 retries takes a quarter of an hour to report an unknown host."""
+"""22 seconds in all. tensorstore's default of 32 retries takes a quarter of an hour to report an
+unknown host."""
 START_TIMEOUT_SECS = 38.0
 """Timeout of all requests at the start of a run, which check that it can read, list and write."""
 BYTES_PER_SEC = 1e6
@@ -78,19 +80,24 @@ class ReadResult(NamedTuple):
 class PendingOperation:
     """An operation that tensorstore has begun."""
 
-    def __init__(self, objects: "Objects", future: Any, verb: str, key: str, nbytes: int = 0) -> None:
+    def __init__(
+        self, objects: "Objects", future: Any, verb: str, key: str, nbytes: int = 0
+    ) -> None:
         self._objects = objects
         self._future = future
         self._verb = verb
         self.url = objects.url_of(key)
         self._bucket = "://".join(parts_of_url(objects.url)[:2])
         timeout = TIMEOUT_SECS if recent_outage(self._bucket) is None else SHORT_TIMEOUT_SECS
-        self._deadline = min(time.monotonic() + timeout + nbytes / BYTES_PER_SEC, objects.deadline())
+        self._deadline = min(
+            time.monotonic() + timeout + nbytes / BYTES_PER_SEC, objects.deadline()
+        )
 
     def result(self) -> Any:
         """Return the result; raise an OSError if the operation fails or takes too long."""
         left = self._deadline - time.monotonic()
-        # Raised outside of `except`, so that tensorstore's error, which may hold secrets, is not even its context.
+        # Raised outside of `except`, so that tensorstore's error, which may hold secrets, is not
+        # even its context.
         try:
             self._wait(left)
             result = self._future.result(timeout=0.01)
@@ -101,7 +108,9 @@ class PendingOperation:
             if reason is None:
                 store = f"the store of {self._bucket} gave no response in {max(1.0, left):.0f} s"
                 reason = f"{store}. Check the network and the address: {self._endpoint()}"
-            problem: OSError = ConnectionError(f"{printable(self.url)}: cannot {self._verb}: {reason}")
+            problem: OSError = ConnectionError(
+                f"{printable(self.url)}: cannot {self._verb}: {reason}"
+            )
         except _ERRORS as error:
             problem = translate_error(error, self._verb, self.url)
         else:
@@ -134,16 +143,16 @@ class PendingList(PendingOperation):
         deadline = time.monotonic() + secs
         patience = 20
         while not super()._wait(min(_POLL_SECS, deadline - time.monotonic())):
-            # Not before the loop: most lists have ended by now, and reading the metrics takes 0.3 ms.
+            # Not before the loop: most lists have ended by now, and to read metrics takes 0.3 ms.
             traffic = _ListTraffic.now()
             earliest = earliest or traffic
             received = traffic - earliest
             if received.is_endless():
                 self._future.cancel()
                 raise EndlessListError(
-                    f"{self.url}: cannot list: the list has not ended after {received.pages} pages with "
-                    f"{received.nbytes / 1e6:.1f} MB. Pass a URL further below in the bucket, or check the address: "
-                    f"{self._endpoint()}"
+                    f"{self.url}: cannot list: the list has not ended after {received.pages} pages "
+                    f"with {received.nbytes / 1e6:.1f} MB. Pass a URL further below in the bucket, "
+                    f"or check the address: {self._endpoint()}"
                 )
             if time.monotonic() >= deadline:
                 if patience == 0 or not self._responds():
@@ -176,8 +185,8 @@ It has 1,000 objects, each of which takes 100 bytes or more, in S3's XML as in G
 class _ListTraffic(NamedTuple):
     """What this process has received since its start, other than the responses to reads and writes.
 
-    tensorstore returns a list as a whole, and in its metrics alone its progress is seen. They are those of the process,
-    so that what else runs meanwhile has to be subtracted.
+    tensorstore returns a list as a whole, and in its metrics alone its progress is seen. They are
+    those of the process, so that what else runs meanwhile has to be subtracted.
     """
 
     pages: int
@@ -199,7 +208,8 @@ class _ListTraffic(NamedTuple):
             for reads in _metric(f"/tensorstore/kvstore/{driver}/batch_read", ts):
                 pages -= reads["value"]
             for writes in _metric(f"/tensorstore/kvstore/{driver}/write", ts):
-                pages -= 2 * writes["value"]  # S3 asks for an object before it writes it on a condition
+                # S3 asks for an object before it writes it on a condition.
+                pages -= 2 * writes["value"]
             for received in _metric(f"/tensorstore/kvstore/{driver}/bytes_read", ts):
                 nbytes -= received["value"]
         return cls(pages, nbytes)
@@ -226,9 +236,11 @@ _MAX_CONCURRENT = 64
 
 
 def pipelined(
-    begin: Callable[[_Item], _Pending], items: Iterable[_Item], max_concurrent: int = _MAX_CONCURRENT
+    begin: Callable[[_Item], _Pending],
+    items: Iterable[_Item],
+    max_concurrent: int = _MAX_CONCURRENT,
 ) -> Iterator[tuple[_Item, _Pending]]:
-    """Begin an operation for each item, several before the first has ended, and yield both, in order.
+    """Begin an operation for each item, several before the first ends, and yield both, in order.
 
     The caller waits for the operation that it is given.
     """
@@ -245,7 +257,8 @@ class Objects:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._limits = threading.local()  # `deadline`: the monotonic time of the innermost `time_limit`
+        # `deadline`: the monotonic time of the innermost `time_limit`
+        self._limits = threading.local()
 
     def url_of(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
@@ -259,16 +272,20 @@ class Objects:
         return ReadResult(None, ABSENT)
 
     def write(self, key: str, data: bytes) -> bytes:
-        return bytes(self._begin("write", key, lambda kv: kv.write(key, data), len(data)).result().generation)
+        return bytes(
+            self._begin("write", key, lambda kv: kv.write(key, data), len(data)).result().generation
+        )
 
     def write_if(self, key: str, data: bytes, stamp: bytes) -> bytes | None:
         """Write an object if the existing version has this stamp, and return the new one, or None.
 
-        The data must differ from any other writer's: a lost response looks like an unmet condition, and only the bytes
-        show whose write it was.
+        The data must differ from any other writer's: a lost response looks like an unmet condition,
+        and only the bytes show whose write it was.
         """
         for _ in range(2):
-            wrote = self._begin("write", key, lambda kv: kv.write(key, data, if_equal=stamp), len(data)).result()
+            wrote = self._begin(
+                "write", key, lambda kv: kv.write(key, data, if_equal=stamp), len(data)
+            ).result()
             if wrote.generation:
                 return bytes(wrote.generation)
             current = self.read(key)
@@ -302,7 +319,7 @@ class Objects:
         return self._begin("delete", key, lambda kv: kv.write(key, None, if_equal=stamp))
 
     def list(self, start: str = "", stop: str | None = None) -> list[str]:
-        """Return the sorted keys in [start, stop) as the store reports them; see `Bucket.listing`."""
+        """Return sorted keys in [start, stop) as the store reports them; see `Bucket.listing`."""
         import tensorstore as ts
 
         bounds = ts.KvStore.KeyRange(start.encode(), b"" if stop is None else stop.encode())
@@ -326,7 +343,12 @@ class Objects:
         return float(getattr(self._limits, "deadline", float("inf")))
 
     def _begin(
-        self, verb: str, key: str, ask: Any, nbytes: int = 0, pending: type[PendingOperation] = PendingOperation
+        self,
+        verb: str,
+        key: str,
+        ask: Any,
+        nbytes: int = 0,
+        pending: type[PendingOperation] = PendingOperation,
     ) -> PendingOperation:
         store = self._store
         try:
@@ -344,16 +366,18 @@ class Objects:
 
 INDEX_FORMAT = 2
 MARK = f"~jstep.{INDEX_FORMAT}"
-"""The mark of a bucket, whose number is that of the format of the index; it has the version of jstep that wrote it.
+"""The mark of a bucket, whose number is that of the format of the index.
 
-Sorts after all letters, digits and punctuation of ASCII, and after the index.
+It has the version of jstep that wrote it, and sorts after all letters, digits and punctuation of
+ASCII, and after the index.
 """
 _MARK_NAME = re.compile(r"~jstep\.(?P<number>[0-9]+)")
 _MARKS_END = "~jstep/"
 """Follows the marks of all formats."""
 INDEX = "~attempts/"
-"""The small object `~attempts/model-7/data.1` stands for the objects below `model-7/data.1/`, which may be very many: a
-list of the index passes through none of them. (tensorstore lists all of an S3 prefix, whatever the range.)"""
+"""The small object `~attempts/model-7/data.1` stands for the objects below `model-7/data.1/`, which
+may be very many: a list of the index passes through none of them. (tensorstore lists all of an S3
+prefix, whatever the range.)"""
 
 
 class UnknownMarkError(Exception):
@@ -372,18 +396,23 @@ class Bucket(Objects):
         return self.read(MARK).data is not None or bool(self.listing())
 
     def index(self, start: str = "") -> list[str] | None:
-        """Return what the index has with this beginning; None without a mark: nothing, or a copy, was written there."""
+        """Return what the index has with this beginning; None without a mark.
+
+        Without one, nothing, or a copy, was written there.
+        """
         for _ in range(2):  # the mark may be written meanwhile
             keys = self.list(f"{INDEX}{start}", _MARKS_END)
             self._check_no_later_mark(keys)
             if MARK in keys:
-                return [key.removeprefix(INDEX) for key in keys if key.startswith(f"{INDEX}{start}")]
+                return [
+                    key.removeprefix(INDEX) for key in keys if key.startswith(f"{INDEX}{start}")
+                ]
             if self.read(MARK).data is None:
                 return None
         raise self._truncated()
 
     def listing(self) -> list[str]:
-        """Return all keys in order, without the mark; if there is none, a second list must be the same."""
+        """Return all keys in order, without the mark; if it is absent, a second list must agree."""
         keys = self.list()
         self._check_no_later_mark(keys)
         if MARK in keys:
@@ -392,44 +421,58 @@ class Bucket(Objects):
         if not is_marked and not keys:
             return []
         second_keys = self.list()
-        # A mark that the first list lacks was written meanwhile, or the list is truncated: the second one must have it.
+        # A mark that the first list lacks was written meanwhile, or the list is truncated: the
+        # second one must have it.
         if MARK not in second_keys and (is_marked or second_keys != keys):
             raise self._truncated()
         return [key for key in second_keys if key != MARK]
 
     def _check_no_later_mark(self, keys: Iterable[str]) -> None:
-        """Refuse a bucket with the mark of a later jstep: it is not one without a mark, which may be a copy."""
+        """Refuse a bucket with the mark of a later jstep.
+
+        It is not one without a mark, which may be a copy.
+        """
         for key in keys:
             match = _MARK_NAME.fullmatch(key)
             if match is None or int(match["number"]) <= INDEX_FORMAT:
                 continue
             version = (self.read(key).data or b"").decode(errors="replace")
             raise UnknownMarkError(
-                f"{self.url_of(key)}: the index of this bucket has format {match['number']}, which this version of "
-                f"jstep ({sys.modules['jstep'].__version__}) does not know. Its checkpoints are intact, and were "
-                f"written by jstep {printable(version):.50}: install that or a later one"
+                f"{self.url_of(key)}: the index of this bucket has format {match['number']}, which "
+                f"this version of jstep ({sys.modules['jstep'].__version__}) does not know. Its "
+                f"checkpoints are intact, and were written by jstep {printable(version):.50}: "
+                "install that or a later one"
             )
 
     def _truncated(self) -> PermissionError:
         return PermissionError(
-            f"{self.url}: cannot list, or the list is truncated: have the credentials expired, or do they "
-            f"lack the right storage.objects.list or s3:ListBucket? If not, delete {self.url_of(MARK)}"
+            f"{self.url}: cannot list, or the list is truncated: have the credentials expired, or "
+            "do they lack the right storage.objects.list or s3:ListBucket? If not, delete "
+            f"{self.url_of(MARK)}"
         )
 
 
-# Endpoint and credentials of S3 for a tensorstore spec, from the environment and the profiles of AWS's tools.
+# Endpoint and credentials of S3 for a tensorstore spec, from the environment and the profiles of
+# AWS's tools.
 #
-# tensorstore 0.1.86 does not read profiles by itself and ignores `AWS_ENDPOINT_URL`: it would send unsigned requests,
-# and to Amazon. The spec contains paths of credential files, never their content, since a spec may be printed.
+# tensorstore 0.1.86 does not read profiles by itself and ignores `AWS_ENDPOINT_URL`: it would send
+# unsigned requests, and to Amazon. The spec contains paths of credential files, never their
+# content, since a spec may be printed.
 
 
 def spec(url: str) -> dict[str, Any]:
-    """Return the tensorstore JSON for a URL, which names credential files but contains no secrets."""
+    """Return tensorstore's JSON for a URL, which names credential files but has no secrets."""
     scheme, bucket, key = parts_of_url(url)
     path = f"{key}/" if key else ""
     if scheme == "gs":
         return {"driver": "gcs", "bucket": bucket, "path": path, "gcs_request_retries": RETRIES}
-    return {"driver": "s3", "bucket": bucket, "path": path, "s3_request_retries": RETRIES, **s3_fields()}
+    return {
+        "driver": "s3",
+        "bucket": bucket,
+        "path": path,
+        "s3_request_retries": RETRIES,
+        **s3_fields(),
+    }
 
 
 _CREDENTIALS = {"aws_access_key_id", "role_arn", "credential_process"}
@@ -439,11 +482,14 @@ _CREDENTIALS = {"aws_access_key_id", "role_arn", "credential_process"}
 def s3_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the endpoint, region and credentials of an `s3` spec.
 
-    Keys in the environment come first, then the profile (`AWS_PROFILE`, `AWS_DEFAULT_PROFILE` or "default"), then the
-    role of the container or instance.
+    Keys in the environment come first, then the profile (`AWS_PROFILE`, `AWS_DEFAULT_PROFILE` or
+    "default"), then the role of the container or instance.
     """
     env = os.environ if environ is None else environ
-    files = _file(env, "AWS_SHARED_CREDENTIALS_FILE", "credentials"), _file(env, "AWS_CONFIG_FILE", "config")
+    files = (
+        _file(env, "AWS_SHARED_CREDENTIALS_FILE", "credentials"),
+        _file(env, "AWS_CONFIG_FILE", "config"),
+    )
     name = env.get("AWS_PROFILE") or env.get("AWS_DEFAULT_PROFILE") or "default"
     settings = _profile(files, name)
     fields: dict[str, Any] = {}
@@ -454,9 +500,15 @@ def s3_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
         paths = {"credentials_file": existing[0], "config_file": existing[1]}
         fields["aws_credentials"] = {"type": "profile", "profile": name, **paths}
     elif env.get("AWS_PROFILE") and not settings:
-        raise PermissionError(f"AWS_PROFILE={name!r}: must be a profile in {files[0]} or {files[1]}")
+        raise PermissionError(
+            f"AWS_PROFILE={name!r}: must be a profile in {files[0]} or {files[1]}"
+        )
     region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or settings.get("region")
-    endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or settings.get("endpoint_url")
+    endpoint = (
+        env.get("AWS_ENDPOINT_URL_S3")
+        or env.get("AWS_ENDPOINT_URL")
+        or settings.get("endpoint_url")
+    )
     if endpoint:
         fields["endpoint"] = endpoint.rstrip("/")
     if region or endpoint:  # tensorstore requires a region with an endpoint, but uses only its name
@@ -469,7 +521,7 @@ def _file(env: Mapping[str, str], variable: str, name: str) -> str:
 
 
 def _profile(files: tuple[str, str], name: str) -> dict[str, str]:
-    """Return the settings of a profile, whose credentials are in the first file, and the others in the second."""
+    """Return a profile's settings: credentials are in the first file, others in the second."""
     settings: dict[str, str] = {}
     for path, sections in ((files[0], (name,)), (files[1], (f"profile {name}", name))):
         parser = configparser.RawConfigParser(strict=False, allow_no_value=True)
@@ -481,20 +533,29 @@ def _profile(files: tuple[str, str], name: str) -> dict[str, str]:
     return settings
 
 
-# Translation of tensorstore's errors: they name the bucket, the operation and what to do, and never a secret.
+# Translation of tensorstore's errors: they name the bucket, the operation and what to do, and never
+# a secret.
 #
-# tensorstore raises one ValueError for everything: its message begins with a status word and ends with the body of the
-# response. That message is never shown, since bodies contain keys and signatures.
+# tensorstore raises one ValueError for everything: its message begins with a status word and ends
+# with the body of the response. That message is never shown, since bodies contain keys and
+# signatures.
 
 _LOGIN = {
     "gs": "`gcloud auth application-default login`, or GOOGLE_APPLICATION_CREDENTIALS",
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; temporary keys expire after some hours",
+    "s3": (
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; temporary keys expire "
+        "after some hours"
+    ),
 }
 _KEYS = (
     "ExpiredToken", "TokenRefreshRequired", "InvalidToken", "RequestExpired", "InvalidAccessKeyId",
     "SignatureDoesNotMatch", "AuthFailure", "UnrecognizedClientException",
 )  # fmt: skip
-_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
+_REGION = (
+    "PermanentRedirect",
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+)
 ENDPOINT = {
     "gs": "TENSORSTORE_GCS_HTTP_URL, if it is set",
     "s3": "AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and AWS_REGION, if they are set",
@@ -502,7 +563,7 @@ ENDPOINT = {
 
 
 class StoreError(OSError):
-    """A request to a store failed after all retries: the store is too busy, or the error is unknown."""
+    """A request failed after all retries: the store is too busy, or the error is unknown."""
 
 
 class BusyError(StoreError):
@@ -533,29 +594,48 @@ def translate_error(error: Exception, verb: str, url: str) -> OSError:
     if verb == "read" and text.startswith(("DATA_LOSS", "NOT_FOUND")) and not code:
         return LostError(f"{what}: {redact(text)}")
     if code in _REGION or status in (301, 307):
-        return StoreError(f"{what}: the bucket is in another region ({details}); set AWS_REGION to that of the bucket")
+        return StoreError(
+            f"{what}: the bucket is in another region ({details}); set AWS_REGION "
+            "to that of the bucket"
+        )
     if code in _KEYS or status == 401:
-        return PermissionError(f"{what}: the credentials are not valid, or have expired ({details}): {_LOGIN[scheme]}")
+        return PermissionError(
+            f"{what}: the credentials are not valid, or have expired ({details}): {_LOGIN[scheme]}"
+        )
     if status == 403 or text.startswith("PERMISSION_DENIED"):
-        return PermissionError(f"{what}: grant the right to {verb} in {bucket!r} ({details}), or use {_LOGIN[scheme]}")
+        return PermissionError(
+            f"{what}: grant the right to {verb} in {bucket!r} ({details}), or use {_LOGIN[scheme]}"
+        )
     if code == "NoSuchBucket" or (status == 404 and verb != "read"):
         return no_bucket(url, verb)
     curl = re.search(r"CURL error ([^\[\n]*)", text)
     if curl is not None:
         why = f"{hide('', curl[1].strip())}, tried for half a minute"
-        return ConnectionError(f"{what}: {why}. Check the network and the address: {ENDPOINT[scheme]}")
+        return ConnectionError(
+            f"{what}: {why}. Check the network and the address: {ENDPOINT[scheme]}"
+        )
     if "retry attempts" in text or status == 429 or status >= 500:
-        return BusyError(f"{what}: the store did not accept it ({details}). It is down; run again later")
-    if status:  # S3 returns 400 for expired temporary keys, and gives the reason only in a body, which a HEAD lacks
-        return StoreError(f"{what}: the store did not accept it ({details}); have the credentials expired?")
+        return BusyError(
+            f"{what}: the store did not accept it ({details}). It is down; run again later"
+        )
+    if status:
+        # S3 returns 400 for expired temporary keys, and gives the reason only in a body, which a
+        # HEAD lacks.
+        return StoreError(
+            f"{what}: the store did not accept it ({details}); have the credentials expired?"
+        )
     return StoreError(f"{what}: {redact(text)}")
 
 
 def no_bucket(url: str, verb: str) -> FileNotFoundError:
     scheme, bucket, _ = parts_of_url(url)
-    tool = {"gs": f"gcloud storage buckets create gs://{bucket}", "s3": f"aws s3 mb s3://{bucket}"}[scheme]
-    return FileNotFoundError(f"{printable(url)}: cannot {verb}: there is no bucket {bucket!r}; create it (`{tool}`)")
+    tools = {"gs": f"gcloud storage buckets create gs://{bucket}", "s3": f"aws s3 mb s3://{bucket}"}
+    tool = tools[scheme]
+    return FileNotFoundError(
+        f"{printable(url)}: cannot {verb}: there is no bucket {bucket!r}; create it (`{tool}`)"
+    )
 
 
 def redact(text: str) -> str:
-    return printable(hide("", re.split(r"\s*\[(?:http_response_body|source locations)|\n", text)[0]))[:200]
+    beginning = re.split(r"\s*\[(?:http_response_body|source locations)|\n", text)[0]
+    return printable(hide("", beginning))[:200]

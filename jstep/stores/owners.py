@@ -1,4 +1,4 @@
-"""The process that a claim, a stall file or a temporary file names; removal of temporary files of dead processes."""
+"""Owners of claims, stall files and temporary files; removal of dead processes' temporary files."""
 
 import contextlib
 import os
@@ -23,11 +23,13 @@ def is_alive(owner: Mapping[str, Any]) -> bool | None:
     if owner.get("host") != socket.gethostname() or owner.get("space", space()) != space():
         return None
     pid = owner.get("pid", -1)
-    return type(pid) is int and 0 < pid < 2**31 and owner.get("started") == start_time(pid) is not None
+    return (
+        type(pid) is int and 0 < pid < 2**31 and owner.get("started") == start_time(pid) is not None
+    )
 
 
 def start_time(pid: int) -> str | None:
-    """Return the start time in system ticks, which with the PID identifies a process of this host."""
+    """Return the start time in system ticks; with the PID it identifies a process of this host."""
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]  # killed, but not yet reaped by its parent
@@ -41,7 +43,10 @@ def start_time(pid: int) -> str | None:
 
 
 def space() -> str:
-    """Return the PID namespace: the boot ID separates hosts of the same name, the namespace separates containers."""
+    """Return the PID namespace.
+
+    The boot ID separates hosts of the same name, the namespace separates containers.
+    """
     parts = []
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         parts.append(file.read().strip())
@@ -57,7 +62,8 @@ def owner_in(data: bytes | None) -> dict[str, Any]:
     return who if isinstance(who, dict) else {}
 
 
-# Temporary files, which become other files when they are complete. Their names tell the process that writes them.
+# Temporary files, which become other files when they are complete. Their names tell the process
+# that writes them.
 
 _TEMPORARY = re.compile(
     r"\.(?P<name>.+)\.(?P<host>[0-9a-f]{8})-(?P<pid>[0-9]{1,9})-(?P<started>[0-9a-z]+)-[0-9a-f]{8}\.tmp",
@@ -68,13 +74,19 @@ _ABANDONED = 86400.0
 
 
 def new_token() -> str:
-    """Return a part of the names of temporary files that identifies this process; each call returns another one."""
+    """Return a part of the names of temporary files that identifies this process.
+
+    Each call returns another one.
+    """
     process = this_process()
     return f"{_host_hash(process)}-{process['pid']}-{process['started']}-{secrets.token_hex(4)}"
 
 
 def temporary_path(path: str, token: str) -> str:
-    """Return the path of a file until it is complete; readers of all files with a suffix do not find it."""
+    """Return the path of a file until it is complete.
+
+    Readers of all files with a suffix do not find it.
+    """
     directory, name = os.path.split(path)
     return os.path.join(directory, f".{name}.{token}.tmp")
 
@@ -100,7 +112,8 @@ def _is_left(path: str, directory: str, match: re.Match[str]) -> bool:
         return False
     if match["host"] == _host_hash(process):
         return not is_alive({**process, "pid": int(match["pid"]), "started": match["started"]})
-    # On another host or in another container, or this host was restarted. The clock is that of the file system.
+    # On another host or in another container, or this host was restarted. The clock is that of the
+    # file system.
     return os.stat(directory).st_mtime - found.st_mtime > _ABANDONED
 
 

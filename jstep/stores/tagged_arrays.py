@@ -17,7 +17,8 @@ from jstep.core.meshes import internal_transfers
 _MAX_AXES = 64
 """The maximum axes of an array of NumPy."""
 LARGE = 2**16
-"""The number of bytes above which an array is a file of the checkpoint, and a position is not copied at each batch."""
+"""The number of bytes above which an array is a file of the checkpoint, and a position is not
+copied at each batch."""
 
 
 class UnsupportedError(TypeError):
@@ -38,7 +39,9 @@ class UnsupportedError(TypeError):
 
 def array_parts(array: np.ndarray[Any, Any]) -> dict[str, Any]:
     if array.size and not array.itemsize:
-        raise UnsupportedError(f"is a NumPy array of dtype {array.dtype}, whose elements have no bytes")
+        raise UnsupportedError(
+            f"is a NumPy array of dtype {array.dtype}, whose elements have no bytes"
+        )
     parts = {"dtype": dtype_parts(array.dtype), "shape": list(array.shape)}
     axes = _axes_in_memory(array.shape, array.strides)
     if axes is None:
@@ -47,9 +50,10 @@ def array_parts(array: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def _axes_in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
-    """Return the axes from the outermost one in memory to the innermost one; None if that is their own order.
+    """Return the axes from the outermost in memory to the innermost; None if that is their order.
 
-    Sums are rounded differently in another order. Gaps, negative strides and broadcast axes are not kept.
+    Sums are rounded differently in another order. Gaps, negative strides and broadcast axes are not
+    kept.
     """
     if not math.prod(shape):
         return None
@@ -82,7 +86,8 @@ def dtype_parts(dtype: np.dtype[Any]) -> Any:
 
 # NumPy evaluates parts of some other descriptions as Python, such as "(2,)f4".
 _DTYPE = re.compile(
-    r"[<>|](?:[biufcSUV][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[A-Za-z]{1,2}\])?)"  # such as <f4 and <M8[25s]
+    # Such as <f4 and <M8[25s].
+    r"[<>|](?:[biufcSUV][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[A-Za-z]{1,2}\])?)"
     r"|[a-z]{3,20}[0-9]{1,3}[a-z0-9_]{0,30}"  # such as bfloat16 and float8_e4m3fn
 )
 
@@ -103,17 +108,21 @@ def _is_dtype(description: Any) -> bool:
 
 
 def _is_field(field: Any) -> bool:
-    """Whether this is a field of a dtype: its name, or title and name, its dtype, and perhaps its shape."""
+    """Whether this is a dtype's field: a name, or title and name, a dtype, and perhaps a shape."""
     if not isinstance(field, tuple) or len(field) not in (2, 3):
         return False
     name, description, *shapes = field
     names = name if isinstance(name, tuple) else (name,)
     are_names = len(names) <= 2 and all(isinstance(text, str) for text in names)
-    return are_names and _is_dtype(description) and all(isinstance(_shape(shape), tuple) for shape in shapes)
+    return (
+        are_names
+        and _is_dtype(description)
+        and all(isinstance(_shape(shape), tuple) for shape in shapes)
+    )
 
 
 class UnknownPartError(ValueError):
-    """A value has something that this version of jstep does not know; another one may have written it.
+    """A value has something that this jstep does not know; another version may have written it.
 
     Attributes:
         part: What that is.
@@ -128,7 +137,7 @@ _ARRAY_PARTS = ("dtype", "shape", "axes", "data")
 
 
 def check_known(parts: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse a part that this version does not know, because it may change the meaning of the others."""
+    """Refuse a part that this version does not know: it may change the meaning of the others."""
     unknown = sorted(parts.keys() - known)
     if unknown:
         raise UnknownPartError(f"the part {unknown[0]!r:.50}")
@@ -141,11 +150,17 @@ def decode_array(parts: Any) -> np.ndarray[Any, Any]:
     data = parts["data"]
     # Elements without bytes need no data, but NumPy would allocate memory for some of them.
     elements = math.prod(shape)
-    if dtype.hasobject or len(data) != elements * dtype.itemsize or (elements and not dtype.itemsize):
+    if (
+        dtype.hasobject
+        or len(data) != elements * dtype.itemsize
+        or (elements and not dtype.itemsize)
+    ):
         raise ValueError(f"an array of {dtype} and shape {shape} does not have {len(data)} bytes")
     axes = parts.get("axes", list(range(len(shape))))
     inverse = _inverse(axes, shape)
-    return np.ndarray([shape[axis] for axis in axes], dtype, data).transpose(inverse).copy(order="K")
+    return (
+        np.ndarray([shape[axis] for axis in axes], dtype, data).transpose(inverse).copy(order="K")
+    )
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -162,7 +177,9 @@ def tensor_parts(tensor: Any) -> dict[str, Any]:
     torch = importlib.import_module("torch")
     name = str(tensor.dtype).removeprefix("torch.")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise UnsupportedError(f"is a torch tensor that is sparse, quantized or without values, of dtype {name}")
+        raise UnsupportedError(
+            f"is a torch tensor that is sparse, quantized or without values, of dtype {name}"
+        )
     parts = {"dtype": name, "shape": list(tensor.shape)}
     axes = _axes_in_memory(tensor.shape, tensor.stride())
     if axes is not None:
@@ -190,20 +207,28 @@ def decode_tensor(parts: Any) -> Any:
         return torch.empty(shape, dtype=dtype)
     axes = parts.get("axes", list(range(len(shape))))
     inverse = _inverse(axes, shape)
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape([shape[axis] for axis in axes]).permute(inverse)
+    return (
+        torch.frombuffer(bytearray(data), dtype=dtype)
+        .reshape([shape[axis] for axis in axes])
+        .permute(inverse)
+    )
 
 
 # Arrays and keys of JAX
 
 
 def jax_parts(array: jax.Array) -> dict[str, Any]:
-    """Return the encoding of an array or a key: if it is small, a copy on its device, without waiting.
+    """Return the encoding of an array or key: if small, a copy on its device, without waiting.
 
     The array itself may be donated before the copy is used.
     """
-    is_whole = not isinstance(array, jax.core.Tracer) and (array.is_fully_addressable or array.is_fully_replicated)
+    is_whole = not isinstance(array, jax.core.Tracer) and (
+        array.is_fully_addressable or array.is_fully_replicated
+    )
     if not is_whole or array.is_deleted():
-        raise UnsupportedError("is a JAX array that is traced, was donated, or has parts on other processes")
+        raise UnsupportedError(
+            "is a JAX array that is traced, was donated, or has parts on other processes"
+        )
     weak = bool(getattr(array, "weak_type", False))  # keys have none
     data = array
     impl = None
@@ -232,9 +257,13 @@ def decode_jax_array(parts: Any) -> jax.Array:
             return jax.random.wrap_key_data(jnp.asarray(data), impl=str(impl))
         array = jnp.asarray(data)
         if array.dtype != data.dtype:
-            raise ValueError(f"{data.dtype} needs 64-bit types, which are off: set jax_enable_x64, as in that run")
+            raise ValueError(
+                f"{data.dtype} needs 64-bit types, which are off: set "
+                "jax_enable_x64, as in that run"
+            )
         if weak and not array.weak_type:
-            scalar = jnp.asarray(array.dtype.type(0).item())  # Python's numbers are the only way to weak types
+            # Python's numbers are the only way to weak types.
+            scalar = jnp.asarray(array.dtype.type(0).item())
             if scalar.dtype == array.dtype:
                 array = jnp.broadcast_to(scalar, array.shape).at[...].set(array)
     return array

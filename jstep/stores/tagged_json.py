@@ -1,6 +1,6 @@
-"""Tagged JSON: a dict with one key, which begins with "$", holds a value that JSON lacks, such as a tuple or an array.
+"""Tagged JSON: a dict with one key that begins with "$" holds what JSON lacks, such as a tuple.
 
-Decoding builds values of the types of this module and no others. Unlike unpickling, it cannot run code.
+Decoding builds values of this module's types and no others. Unlike unpickling, it cannot run code.
 """
 
 import base64
@@ -32,7 +32,7 @@ _FILE = "$file"
 
 
 class ExternalBytes:
-    """Bytes that are a file of a checkpoint, in memory or loaded when needed; equal if the bytes are."""
+    """Bytes of a checkpoint's file, in memory or loaded when needed; equal if the bytes are."""
 
     def __init__(self, data: bytes | None = None, load: Callable[[], bytes] | None = None) -> None:
         self._data = data
@@ -42,7 +42,9 @@ class ExternalBytes:
         data = self._data  # another thread may be writing them
         if data is None:
             if self.load is None:
-                raise RuntimeError("these bytes were written to a checkpoint, and are not kept in memory")
+                raise RuntimeError(
+                    "these bytes were written to a checkpoint, and are not kept in memory"
+                )
             data = self.load()
         return data
 
@@ -75,7 +77,10 @@ class AttachedFiles(dict[str, ExternalBytes]):
 
 
 def as_json(copy: Any, files: AttachedFiles | None = None) -> Any:
-    """Finish the encoding of `copy_encodable`: bytes become text, large ones a file of `files` unless it is None."""
+    """Finish the encoding of `copy_encodable`: bytes become text.
+
+    Large ones become a file of `files`, unless it is None.
+    """
     kind = type(copy)
     if kind is dict:
         return {key: as_json(item, files) for key, item in copy.items()}
@@ -93,7 +98,7 @@ def as_json(copy: Any, files: AttachedFiles | None = None) -> Any:
 
 
 def resolve_files(encoded: object, load: Callable[[str], ExternalBytes]) -> Any:
-    """Return JSON from `as_json` with references to files replaced, as if the value had just been copied."""
+    """Return JSON from `as_json` with file references replaced, as if the value was just copied."""
     if type(encoded) is list:
         return encoded if _are_plain(encoded) else [resolve_files(item, load) for item in encoded]
     if type(encoded) is not dict:
@@ -104,9 +109,10 @@ def resolve_files(encoded: object, load: Callable[[str], ExternalBytes]) -> Any:
 
 
 class FilesOnce:
-    """A `load` for `resolve_files` that loads each file once: if 4,000 arrays named one, each would be a copy of it.
+    """A `load` for `resolve_files` that loads each file once.
 
-    `AttachedFiles` gives each file a name of its own.
+    If 4,000 arrays named one, each would be a copy of it. `AttachedFiles` gives each file a name of
+    its own.
     """
 
     def __init__(self, read: Callable[[str], bytes]) -> None:
@@ -135,7 +141,7 @@ def encoded_size(copy: Any) -> int:
 
 
 def copy_encodable(value: object) -> Any:
-    """Encode a value for `as_json`: like JSON, but bytes stay bytes, which takes a fraction of the time.
+    """Encode a value for `as_json`: like JSON, but bytes stay bytes, in a fraction of the time.
 
     The result shares nothing mutable with the value. A random generator must be in one place.
     """
@@ -148,7 +154,9 @@ _PLAIN = frozenset({str, bool, type(None)})
 def _encoded(value: Any, depth: int, seen: set[int]) -> Any:
     """Encode a value; `seen` are the identities of the random generators so far."""
     kind = type(value)
-    is_number = (kind is int and value.bit_length() <= _MAX_BITS) or (kind is float and math.isfinite(value))
+    is_number = (kind is int and value.bit_length() <= _MAX_BITS) or (
+        kind is float and math.isfinite(value)
+    )
     if kind in _PLAIN or is_number:
         return value
     if depth > _DEEPEST:
@@ -156,7 +164,9 @@ def _encoded(value: Any, depth: int, seen: set[int]) -> Any:
     if kind is list:
         return list(value) if _are_plain(value) else _each(enumerate(value), depth + 1, seen)
     if kind is tuple:
-        return {"$tuple": list(value) if _are_plain(value) else _each(enumerate(value), depth + 2, seen)}
+        return {
+            "$tuple": list(value) if _are_plain(value) else _each(enumerate(value), depth + 2, seen)
+        }
     if kind is dict and all(type(key) is str for key in value) and not _is_tagged(value):
         return dict(zip(value, _each(value.items(), depth + 1, seen), strict=True))
     if kind is dict or kind is collections.OrderedDict:
@@ -180,12 +190,13 @@ def _encoded(value: Any, depth: int, seen: set[int]) -> Any:
 
 
 def _check_first(value: Any, kind: type, seen: set[int]) -> None:
-    """Check that a random generator is met for the first time, and add it to those that are `seen`."""
+    """Check that a random generator is met for the first time, and add it to those in `seen`."""
     # Of a RandomState, the generator of its bits: two of them may share one.
     generator = getattr(value, "_bit_generator", value) if kind is np.random.RandomState else value
     if id(generator) in seen:
         raise UnsupportedError(
-            f"is a {kind.__name__} that is in several places, which would draw the same numbers (keep one)"
+            f"is a {kind.__name__} that is in several places, which would draw the "
+            "same numbers (keep one)"
         )
     seen.add(id(generator))
 
@@ -199,7 +210,9 @@ def _each(items: Iterable[tuple[Any, Any]], depth: int, seen: set[int]) -> list[
         except UnsupportedError as error:
             path = f"[{label!r:.50}]{error.path}"
             # The path of a value that contains itself is as long as the nesting is deep.
-            raise UnsupportedError(error.what, path if len(path) <= 200 else f"{path[:200]}…") from None
+            raise UnsupportedError(
+                error.what, path if len(path) <= 200 else f"{path[:200]}…"
+            ) from None
     return encoded
 
 
@@ -220,14 +233,23 @@ def decode(value: object) -> Any:
     if not _is_tagged(value):
         return {key: decode(item) for key, item in value.items()}
     ((tag, parts),) = value.items()
-    if tag not in _DECODERS:  # also objects in several places, and arrays that overlap, of early versions
+    if tag not in _DECODERS:
+        # Also those of early versions, for objects in several places and arrays that overlap.
         raise UnknownPartError(f"the tag {tag!r:.50}")
     parts = decode(parts)
     try:
         return _DECODERS[tag](parts)
     except UnknownPartError:
         raise
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError, ImportError) as error:
+    except (
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        MemoryError,
+        ImportError,
+    ) as error:
         raise ValueError(f"{tag}: {type(error).__name__}: {printable(error):.200}") from None
 
 
@@ -246,7 +268,9 @@ def _bytes(data: Any) -> bytes:
 
 # Random generators
 
-RandomGenerator = np.random.Generator | np.random.RandomState | np.random.BitGenerator | random.Random
+RandomGenerator = (
+    np.random.Generator | np.random.RandomState | np.random.BitGenerator | random.Random
+)
 
 
 def _bits_parts(bits: np.random.BitGenerator) -> dict[str, Any]:
@@ -257,7 +281,8 @@ def _bits_parts(bits: np.random.BitGenerator) -> dict[str, Any]:
 def _bits(parts: Any) -> np.random.BitGenerator:
     tagged_arrays.check_known(parts, ("state", "seed"))
     state = parts["state"]
-    # NumPy does not check the position of a generator in its buffer of random numbers, and would read past its end.
+    # NumPy does not check the position of a generator in its buffer of random numbers, and would
+    # read past its end.
     if not (0 <= state["state"].get("pos", 0) <= 624 and 0 <= state.get("buffer_pos", 0) <= 4):
         raise ValueError("pos must be from 0 to 624, and buffer_pos from 0 to 4")
     seed = parts["seed"]
@@ -276,8 +301,8 @@ def _random_state(state: Any) -> np.random.RandomState:
 
 def _seed(parts: Any) -> np.random.SeedSequence:
     tagged_arrays.check_known(parts, ("entropy", "spawn_key", "pool_size", "n_children_spawned"))
-    # Mixing takes time in proportion to the pool times the words of the seed, and to make words of an integer in
-    # proportion to the square of its bits.
+    # Mixing takes time in proportion to the pool times the words of the seed, and to make words of
+    # an integer in proportion to the square of its bits.
     if parts["pool_size"] > 1024:
         raise ValueError("pool_size must be at most 1024")
     integers: list[Any] = []
@@ -305,7 +330,10 @@ def set_generator(generator: Any, saved: Any) -> None:
     bits = getattr(generator, "bit_generator", generator)
     saved_bits = getattr(saved, "bit_generator", saved)
     if type(generator) is not type(saved) or type(bits) is not type(saved_bits):
-        raise ValueError(f"must be a {type(saved_bits).__name__}, as in the checkpoint, got a {type(bits).__name__}")
+        raise ValueError(
+            f"must be a {type(saved_bits).__name__}, as in the checkpoint, got a "
+            f"{type(bits).__name__}"
+        )
     if isinstance(bits, random.Random):
         bits.setstate(saved_bits.getstate())
     elif isinstance(bits, np.random.RandomState):
@@ -320,9 +348,17 @@ def set_generator(generator: Any, saved: Any) -> None:
 
 _BIT_GENERATORS: dict[str, type[np.random.BitGenerator]] = {
     kind.__name__: kind
-    for kind in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+    for kind in (
+        np.random.PCG64,
+        np.random.PCG64DXSM,
+        np.random.MT19937,
+        np.random.Philox,
+        np.random.SFC64,
+    )
 }
-_RANDOM = frozenset({np.random.Generator, np.random.RandomState, random.Random, *_BIT_GENERATORS.values()})
+_RANDOM = frozenset(
+    {np.random.Generator, np.random.RandomState, random.Random, *_BIT_GENERATORS.values()}
+)
 
 
 def _scalar_parts(scalar: Any) -> Any:

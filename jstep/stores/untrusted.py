@@ -1,12 +1,12 @@
-"""Rules for reading files that somebody else may have written: what is opened, followed, counted and named.
+"""Rules for files that somebody else may have written: what is opened, followed, counted, named.
 
-Whoever made a directory of runs, a checkpoint or a bucket has chosen everything in it: where links lead, the paths in
-records, and each size, number and name. Every reader uses this module to decide what to trust;
-`tests/stores/test_untrusted.py` finds the readers that do not.
+Whoever made a directory of runs, a checkpoint or a bucket has chosen everything in it: where links
+lead, the paths in records, and each size, number and name. Every reader uses this module to decide
+what to trust; `tests/stores/test_untrusted.py` finds the readers that do not.
 
     opened      regular files, which neither wait nor act when they are opened
-    followed    links above the directory that the user has given, and none below it; recorded paths that stay below or
-                beside the directory of the run, or that the reader has recorded
+    followed    links above the directory that the user has given, and none below it; recorded paths
+                that stay below or beside the directory of the run, or that the reader has recorded
     counted     bytes of files, each file once; numbers that a step, a size or a time can have
     named       names and keys that this package gives
 """
@@ -34,7 +34,7 @@ class UntrustedError(ValueError):
 
 
 def check_regular(path: str, *, follow_link: bool) -> None:
-    """Raise an OSError if a path is not that of a regular file; `open_regular` asks before it opens one.
+    """Raise an OSError if a path is not a regular file's; `open_regular` asks before opening one.
 
     A FIFO blocks who opens it, and opening a device may have effects.
     """
@@ -51,10 +51,11 @@ def check_regular(path: str, *, follow_link: bool) -> None:
 
 
 def link_below(path: str, run_directory: str) -> str | None:
-    """Return the first link on the way from the directory of a run to a path below it; None if there is none.
+    """Return the first link between a run's directory and a path below it; None if there is none.
 
-    The directory of a run may itself be a link, and so may those above it: its user has made them. Who made the run
-    has made those below it, and what is written or deleted through them is not in the run.
+    The directory of a run may itself be a link, and so may those above it: its user has made them.
+    Who made the run has made those below it, and what is written or deleted through them is not in
+    the run.
     """
     if is_url(path) or is_url(run_directory):
         return None
@@ -76,21 +77,22 @@ def link_below(path: str, run_directory: str) -> str | None:
 def _is_same_directory(path: str, directory: str) -> bool:
     if path == os.path.abspath(directory):
         return True
-    # Not by the names alone: one of them may lead through a link above the directory. But not if the last name is a
-    # link, as it may be one in the run that leads to the run.
+    # Not by the names alone: one of them may lead through a link above the directory. But not if
+    # the last name is a link, as it may be one in the run that leads to the run.
     with contextlib.suppress(OSError):
         return not os.path.islink(path) and os.path.samefile(path, directory)
     return False
 
 
 class RecordedRun(NamedTuple):
-    """A run as its record describes it, which decides what may be opened of the paths that the record names.
+    """A run as its record describes it, which decides which recorded paths may be opened.
 
     Attributes:
         where: The directory or URL of the run as it is read.
         directory: The directory or URL that the record names; None if it names none.
         hosts: The hosts that have recorded that directory.
-        original: The directory or URL of the reader's own run that this is a copy of; None if it is not one.
+        original: The directory or URL of the reader's own run that this is a copy of; None if it is
+            not one.
     """
 
     where: str
@@ -124,15 +126,23 @@ class RecordedRun(NamedTuple):
         return self.is_readers or is_below_or_beside(path, self.where)
 
     def is_in_original(self, path: str) -> bool:
-        """Return whether a recorded path is below the original of this copy, also if links on the way are followed."""
-        if self.original is None or is_url(path) or not _is_below(os.path.abspath(path), self.original):
+        """Return whether a recorded path is below the original of this copy.
+
+        It must be below it also if links on the way are followed.
+        """
+        if (
+            self.original is None
+            or is_url(path)
+            or not _is_below(os.path.abspath(path), self.original)
+        ):
             return False
         return _is_below(os.path.realpath(path), os.path.realpath(self.original))
 
     def find(self, path: str) -> str | None:
-        """Return where a recorded path may be opened; None if somebody else recorded it and it leads elsewhere.
+        """Return where a recorded path may be opened.
 
-        What was moved together with the run is found below or beside the directory in which the run is now.
+        None if somebody else recorded it and it leads elsewhere. What was moved together with the
+        run is found below or beside the directory in which the run is now.
         """
         if self.is_readers:
             return path
@@ -146,7 +156,7 @@ class RecordedRun(NamedTuple):
 
 
 def is_below_or_beside(path: str, where: str) -> bool:
-    """Return whether a path is in the directory above that of a run, also if links on the way are followed.
+    """Return whether a path is in the directory above a run's, also if links are followed.
 
     Nothing is beside a run in the root directory.
     """
@@ -157,7 +167,7 @@ def is_below_or_beside(path: str, where: str) -> bool:
         if {".", ".."} & set(path.split("/")):
             return False
         return join_path(path, "").startswith(join_path(split_path(where)[0], ""))
-    # The names alone are compared first: to follow the links of any path may mount another file system.
+    # The names alone are compared first: following the links of any path may mount a file system.
     named = os.path.abspath(path)
     parent_as_named = _parent(os.path.abspath(where))
     parent = _parent(os.path.realpath(where))
@@ -167,13 +177,16 @@ def is_below_or_beside(path: str, where: str) -> bool:
 
 
 def _is_of_system(path: str) -> bool:
-    """Return whether a path is below /proc or /dev, where `/proc/self/cwd` is any directory that the reader is in."""
+    """Return whether a path is below /proc or /dev.
+
+    There, `/proc/self/cwd` is any directory that the reader is in.
+    """
     first_name, _, _ = os.path.abspath(path).lstrip("/").partition("/")
     return first_name in ("proc", "dev")
 
 
 def _parent(where: str) -> str:
-    """Return the directory above that of a run, or this one, if the other is the root, which has everything."""
+    """Return the directory above a run's, or this one, if that is the root with everything."""
     parent = os.path.dirname(where)
     is_root = os.path.dirname(parent) == parent
     return where if is_root else parent
@@ -195,7 +208,8 @@ MAX_MANIFEST_BYTES = 2**28
 MAX_DEPTH = 200
 """The maximum depth of nested values: a config may have lists of lists."""
 _MAX_EQUAL_HASHES = 64
-"""The maximum number of keys with one hash. Those of floats such as 1.0, 2.0**61, 2.0**122 are equal, about 34."""
+"""The maximum number of keys with one hash. Those of floats such as 1.0, 2.0**61, 2.0**122 are
+equal, about 34."""
 
 
 class RegularFiles(NamedTuple):
@@ -210,15 +224,18 @@ class RegularFiles(NamedTuple):
     nbytes: int
 
 
-def regular_files(directory: str, is_counted: Callable[[str], bool] = lambda path: True) -> RegularFiles:
+def regular_files(
+    directory: str, is_counted: Callable[[str], bool] = lambda path: True
+) -> RegularFiles:
     """Find the regular files below a directory, which may itself be a link.
 
     Args:
-        is_counted: Whether a file of this path below the directory counts. Other files are left out: they may pretend
-            that there are more bytes than a reader reads.
+        is_counted: Whether a file of this path below the directory counts. Other files are left
+            out: they may pretend that there are more bytes than a reader reads.
 
     Raises:
-        UntrustedError: Something below the directory is a link, which would be followed, or is not a regular file.
+        UntrustedError: Something below the directory is a link, which would be followed, or is not
+            a regular file.
     """
     sizes: dict[str, int] = {}
     inodes: dict[tuple[int, int], int] = {}
@@ -241,7 +258,10 @@ def regular_files(directory: str, is_counted: Callable[[str], bool] = lambda pat
 
 
 class Extents:
-    """Ranges of bytes that an index names. If no two of them have a byte in common, all need no more than the files."""
+    """Ranges of bytes that an index names.
+
+    If no two of them have a byte in common, all need no more than the files.
+    """
 
     def __init__(self) -> None:
         self._ranges: dict[str, list[tuple[int, int]]] = {}
@@ -250,13 +270,15 @@ class Extents:
         self._ranges.setdefault(path, []).append((start, start + length))
 
     def check(self) -> None:
-        """Raise an UntrustedError if two ranges have a byte in common, or one has bytes that no file can have."""
+        """Raise UntrustedError if ranges share a byte, or one has bytes that no file can have."""
         for path, ranges in self._ranges.items():
             ranges.sort()
             end = 0
             for start, stop in ranges:
                 if start < end:
-                    raise UntrustedError(f"{path!r:.80} is named more than once, from byte {start} on")
+                    raise UntrustedError(
+                        f"{path!r:.80} is named more than once, from byte {start} on"
+                    )
                 end = stop
             if end >= 2**63:
                 raise UntrustedError(f"{path!r:.80} is named up to byte {end}")
@@ -280,14 +302,14 @@ def step_in(text: str) -> int | None:
 
 
 def check_keys(keys: Iterable[Hashable]) -> None:
-    """Raise an UntrustedError if many keys have one hash, so that a dict of them takes quadratic time."""
+    """Raise UntrustedError if many keys have one hash: a dict of them would take quadratic time."""
     hashes = Counter(map(hash, keys))
     if hashes and max(hashes.values()) > _MAX_EQUAL_HASHES:
         raise UntrustedError(f"{max(hashes.values())} keys have one hash")
 
 
 def decode_json(raw: bytes) -> Any:
-    """Return the value of JSON; None if it is corrupted, or nested too deeply for recursive functions."""
+    """Return the value of JSON; None if it is corrupted, or too deeply nested for recursion."""
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):

@@ -1,6 +1,7 @@
 """Local paths and URLs of object stores.
 
-A URL stays a string with its two slashes: `os.path` and `pathlib` turn `gs://bucket` into `gs:/bucket`, a local path.
+A URL stays a string with its two slashes: `os.path` and `pathlib` turn `gs://bucket` into
+`gs:/bucket`, a local path.
 """
 
 import os
@@ -30,15 +31,23 @@ def location(given: object, name: str) -> str:
     match = _SCHEME.match(path)
     if match is None:
         if re.match(rf"(?:{'|'.join(SCHEMES)}):(?:/|$)", path, re.IGNORECASE):
-            raise ValueError(f"{name}={path!r}: must have two slashes after the scheme; pass the URL as a string")
+            raise ValueError(
+                f"{name}={path!r}: must have two slashes after the scheme; pass the URL as a string"
+            )
         return os.path.expanduser(path)
     scheme = match[1].lower()
     name_and_key = path[match.end() :]
     bucket, *parts = name_and_key.split("/")
     if scheme not in SCHEMES:
-        problem = f"must be a path, gs://… or s3://…, got the scheme {scheme!r}; mount other stores as a file system"
+        problem = (
+            f"must be a path, gs://… or s3://…, got the scheme {scheme!r}; mount other "
+            "stores as a file system"
+        )
     elif "@" in bucket:
-        problem = "must be a bucket, got a URL with credentials; leave them where the cloud's own tools keep them"
+        problem = (
+            "must be a bucket, got a URL with credentials; leave them where the "
+            "cloud's own tools keep them"
+        )
     elif not _BUCKET.fullmatch(bucket):
         problem = f"must name a bucket, as in {scheme}://bucket/run, got {bucket!r}"
     elif {".", ".."} & set(parts) or any(c in name_and_key for c in "\0\r\n"):

@@ -1,7 +1,7 @@
 """What does TensorBoard show? Event files, without TensorFlow.
 
-Summaries are pytrees, which a compiled step may create and return. A `SummaryWriter` writes them on a background
-thread. The extra `summaries` (tensorboard's protos) is required.
+Summaries are pytrees, which a compiled step may create and return. A `SummaryWriter` writes them on
+a background thread. The extra `summaries` (tensorboard's protos) is required.
 
 - `creation`: creation of summaries.
 - `encode`: encoding of summaries as events.

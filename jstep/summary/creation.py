@@ -18,7 +18,16 @@ from jstep.core.meshes import call_on_auto_axes, internal_transfers, supports_me
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, is_array, is_traced, native
 from jstep.summary import summaries
-from jstep.summary.summaries import DEFAULT, Scalars, Summary, as_tag, is_here, keep, make_summary, register
+from jstep.summary.summaries import (
+    DEFAULT,
+    Scalars,
+    Summary,
+    as_tag,
+    is_here,
+    keep,
+    make_summary,
+    register,
+)
 
 
 @shortens_tracebacks
@@ -58,7 +67,9 @@ def _single(tag: str, value: Any) -> Scalars:
 
 def _several(tags: object, values: object) -> tuple[Scalars, ...]:
     if not isinstance(tags, list | tuple | np.ndarray):
-        raise TypeError(f"scalar(tags, values): tags must be a str, or a list or array of them, not {tags!r}")
+        raise TypeError(
+            f"scalar(tags, values): tags must be a str, or a list or array of them, not {tags!r}"
+        )
     names = np.asarray(tags, dtype=object)
     flat = tuple(as_tag(tag, "scalar") for tag in names.ravel().tolist())
     if len(set(flat)) < len(flat):
@@ -68,7 +79,8 @@ def _several(tags: object, values: object) -> tuple[Scalars, ...]:
         if not flat:
             return ()
         return (Scalars(flat, names.ndim, _as_numbers(values, first_tag, names.shape)),)
-    # A list may hold arrays, traced ones included. They are kept separate, to wait for none of them.
+    # A list may hold arrays, traced ones included. They are kept separate, to wait for none of
+    # them.
     entries = jax.tree.leaves(values, is_leaf=lambda x: not isinstance(x, list | tuple))
     if len(entries) != len(flat):
         raise _shape_error(first_tag, names.shape, (len(entries),))
@@ -95,14 +107,16 @@ def _is_real(dtype: Any) -> bool:
 
 def _shape_error(tag: str, tags: tuple[int, ...], values: tuple[int, ...]) -> ValueError:
     return ValueError(
-        f"scalar {tag!r}: tags and values not the same shape: {list(tags)} != {list(values)}; give one tag per value"
+        f"scalar {tag!r}: tags and values not the same shape: {list(tags)} != {list(values)}; give "
+        "one tag per value"
     )
 
 
 def zero_fraction(value: object) -> Array:
     """Return the fraction of zeros in an array.
 
-    zero_fraction(x) = (number of i with x_i = 0) / (number of elements), a float32 scalar; NaN for an empty array.
+    zero_fraction(x) = (number of i with x_i = 0) / (number of elements), a float32 scalar; NaN for
+    an empty array.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep.summary
@@ -113,7 +127,9 @@ def zero_fraction(value: object) -> Array:
     """
     dtype = value.dtype if isinstance(value, jax.Array) else np.asarray(value).dtype
     if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype.kind in "OSUMm":
-        raise TypeError(f"value={format_value(value)}: must be an array of numbers, got {describe_type(value)}")
+        raise TypeError(
+            f"value={format_value(value)}: must be an array of numbers, got {describe_type(value)}"
+        )
     with internal_transfers():
         value = as_array(value, "value")
         zeros = jnp.sum(value == jnp.zeros((), value.dtype), dtype=jnp.int32).astype(jnp.float32)
@@ -151,19 +167,24 @@ CHANNELS = (1, 3, 4)
 
 
 @shortens_tracebacks
-def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequence[str] | None = DEFAULT) -> Summary:
+def image(
+    tag: str, tensor: Any, max_images: int | None = 3, collections: Sequence[str] | None = DEFAULT
+) -> Summary:
     """Return a summary of images: the first `max_images` of a batch.
 
-    uint8 pixels are left unchanged. Floats are rescaled for each image: without negative values the largest becomes
-    255, otherwise 0 becomes 127:
+    uint8 pixels are left unchanged. Floats are rescaled for each image: without negative values the
+    largest becomes 255, otherwise 0 becomes 127:
 
         y = ⌊255·x / max(x)⌋    or    y = ⌊127 + x·min(127 / |min(x)|, 128 / max(x))⌋
 
-    A pixel with a non-finite value is red (white if there is one channel) and does not affect the scale.
+    A pixel with a non-finite value is red (white if there is one channel) and does not affect the
+    scale.
 
     Args:
-        tag: The tag. The images are tagged `tag/image/0`, `tag/image/1`, …, or `tag/image` if `max_images` is 1.
-        tensor: `[batch, height, width, channels]`, uint8 or floating, with 1 (gray), 3 (RGB) or 4 (RGBA) channels.
+        tag: The tag. The images are tagged `tag/image/0`, `tag/image/1`, …, or `tag/image` if
+            `max_images` is 1.
+        tensor: `[batch, height, width, channels]`, uint8 or floating, with 1 (gray), 3 (RGB) or 4
+            (RGBA) channels.
         max_images: Maximum number of images to take; None for 3.
         collections: As in `scalar`.
 
@@ -178,19 +199,30 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
     Source: TensorFlow's `image_summary`.
     """
     as_tag(tag, "image")
-    max_images = 3 if max_images is None else as_int(max_images, "max_images", 1, "the number of pictures to take")
+    if max_images is None:
+        max_images = 3
+    max_images = as_int(max_images, "max_images", 1, "the number of pictures to take")
     if not is_array(tensor):
         raise TypeError(
-            f"image {tag!r}: must be an array [batch, height, width, channels], not {describe_type(tensor)}"
+            f"image {tag!r}: must be an array [batch, height, width, channels], not "
+            f"{describe_type(tensor)}"
         )
     tensor = native(tensor, "", "tensor")
     shape = tensor.shape
     if len(shape) != 4:
-        raise ValueError(f"image {tag!r}: must be [batch, height, width, channels], got shape {shape}")
+        raise ValueError(
+            f"image {tag!r}: must be [batch, height, width, channels], got shape {shape}"
+        )
     if shape[3] not in CHANNELS or not (shape[1] and shape[2]):
-        raise ValueError(f"image {tag!r}: must have pixels, and 1, 3 or 4 channels as its last axis, got shape {shape}")
+        raise ValueError(
+            f"image {tag!r}: must have pixels, and 1, 3 or 4 channels as its last axis, got shape "
+            f"{shape}"
+        )
     if tensor.dtype != jnp.uint8 and not jnp.issubdtype(tensor.dtype, jnp.floating):
-        raise TypeError(f"image {tag!r}: pixels must be uint8 (0 … 255) or floating (rescaled), not {tensor.dtype}")
+        raise TypeError(
+            f"image {tag!r}: pixels must be uint8 (0 … 255) or floating (rescaled), not "
+            f"{tensor.dtype}"
+        )
     count = min(max_images, shape[0])
     # The tag depends on the requested number, so that a short batch does not start another series.
     tags = (f"{tag}/image",) if max_images == 1 else tuple(f"{tag}/image/{i}" for i in range(count))
@@ -226,13 +258,18 @@ def _rescale(x: Array) -> Array:
     high /= unit
     down = 127.0 / jnp.maximum(-low, _ZERO)
     up = jnp.where(low < 0, 128.0, 255.0) / jnp.maximum(high, _ZERO)
-    scale = jnp.where(is_flat, 0.0, jnp.minimum(jnp.where(low < 0, down, jnp.inf), up)).astype(x.dtype)
+    scale = jnp.where(is_flat, 0.0, jnp.minimum(jnp.where(low < 0, down, jnp.inf), up))
+    scale = scale.astype(x.dtype)
     # Truncated as in TensorFlow; the margin is for a largest value that would become 254.99998.
     y = jnp.floor(replace_nonfinite(0.0) / unit * scale + zero + 1e-3)
     channels = x.shape[-1]
     # Red, opaque if there is an alpha channel; white if there is one channel.
     red = [255, 0, 0, 255][:channels] if channels > 1 else [255]
-    return jnp.where(finite, jnp.clip(y, 0, 255).astype(jnp.uint8), jnp.array(red, dtype=jnp.uint8)[None, None, :])
+    return jnp.where(
+        finite,
+        jnp.clip(y, 0, 255).astype(jnp.uint8),
+        jnp.array(red, dtype=jnp.uint8)[None, None, :],
+    )
 
 
 _ZERO = 1e-6
@@ -241,10 +278,10 @@ _ZERO = 1e-6
 
 # Histograms, counted on the device into TensorFlow's exponential buckets.
 #
-# The logarithm of a float gives the limit next to it, whose position is certain, unlike the side on which the float is:
-# one comparison decides. This takes a tenth of the time of a binary search. Counts are exact: the limits, which are
-# doubles, are rounded up to the dtype of the values, and v ≥ limit holds for the rounded limit if and only if it holds
-# for the double.
+# The logarithm of a float gives the limit next to it, whose position is certain, unlike the side on
+# which the float is: one comparison decides. This takes a tenth of the time of a binary search.
+# Counts are exact: the limits, which are doubles, are rounded up to the dtype of the values, and v
+# ≥ limit holds for the rounded limit if and only if it holds for the double.
 
 NumPyArray: TypeAlias = np.ndarray[Any, Any]
 
@@ -256,7 +293,8 @@ _READ_AT_ONCE = 2**16
 def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT) -> Summary:
     """Return a summary of the distribution of the values of an array.
 
-    Values are counted on the device, into buckets whose limits grow by 10 % from 1e-12 to 1e20 on both sides of zero.
+    Values are counted on the device, into buckets whose limits grow by 10 % from 1e-12 to 1e20 on
+    both sides of zero.
 
     Args:
         tag: The tag.
@@ -267,8 +305,8 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
         A `Summary`.
 
     Raises:
-        ValueError: A value is NaN or infinite, in the dtype that devices have. Values that are not ready are checked by
-            the writer, which raises at its next call.
+        ValueError: A value is NaN or infinite, in the dtype that devices have. Values that are not
+            ready are checked by the writer, which raises at its next call.
 
     Example:
         >>> import jax.numpy as jnp, jstep.summary
@@ -280,16 +318,22 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
     as_tag(tag, "histogram")
     with internal_transfers():
         if not isinstance(values, jax.Array):
-            values = np.asarray(jax.tree.map(lambda leaf: native(leaf, "", f"histogram {tag!r}"), values))
+            values = np.asarray(
+                jax.tree.map(lambda leaf: native(leaf, "", f"histogram {tag!r}"), values)
+            )
         if not _is_real(values.dtype):
-            raise TypeError(f"histogram {tag!r}: values must be an array of real numbers, not {values.dtype}")
-        part = summaries.Histogram((tag,), **_count(values if is_traced(values) else _eager(tag, values)))
+            raise TypeError(
+                f"histogram {tag!r}: values must be an array of real numbers, not {values.dtype}"
+            )
+        part = summaries.Histogram(
+            (tag,), **_count(values if is_traced(values) else _eager(tag, values))
+        )
     return make_summary(part, collections)
 
 
 @functools.cache
 def bucket_limits() -> NumPyArray:
-    """Return TensorFlow's limits as doubles, `[1551]`: 0, ±1e-12·1.1^i up to 1e20, and ±the largest double."""
+    """TensorFlow's limits as doubles `[1551]`: 0, ±1e-12·1.1^i up to 1e20, ±the largest double."""
     growing = itertools.accumulate(itertools.repeat(1.1), operator.mul, initial=1e-12)
     positive = [*itertools.takewhile(lambda v: v < 1e20, growing), float(np.finfo(np.float64).max)]
     return np.array([*(-v for v in reversed(positive)), 0.0, *positive])
@@ -297,7 +341,7 @@ def bucket_limits() -> NumPyArray:
 
 def _eager(tag: str, values: Any) -> Any:
     if isinstance(values, np.ndarray):
-        # A dtype of the device: without `jax_enable_x64`, integers that exceed 32 bits become floats.
+        # A dtype of the device: without `jax_enable_x64`, integers above 32 bits become floats.
         dtype = jax.dtypes.canonicalize_dtype(values.dtype)
         if dtype != values.dtype and values.dtype.kind in "iu" and values.size:
             info = np.iinfo(dtype)
@@ -308,7 +352,8 @@ def _eager(tag: str, values: Any) -> Any:
     elif values.size > _READ_AT_ONCE or not is_here(values):
         return values
     if jnp.issubdtype(values.dtype, jnp.floating):
-        bad = values.size - int(np.count_nonzero(np.isfinite(np.asarray(values).astype(np.float64))))
+        is_finite = np.isfinite(np.asarray(values).astype(np.float64))
+        bad = values.size - int(np.count_nonzero(is_finite))
         if bad:
             raise non_finite_error(tag, bad, values.size)
     return values
@@ -316,7 +361,8 @@ def _eager(tag: str, values: Any) -> Any:
 
 def non_finite_error(tag: str, count: int, size: int) -> ValueError:
     return ValueError(
-        f"histogram {tag!r}: {count} of {size} values are NaN or infinite; NanLossHook stops at the first such step"
+        f"histogram {tag!r}: {count} of {size} values are NaN or infinite; NanLossHook stops at "
+        "the first such step"
     )
 
 
@@ -330,11 +376,13 @@ def _count(x: Array) -> dict[str, Array]:
         x = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
         finite = jnp.isfinite(x)
         x = jnp.where(finite, x, jnp.zeros((), x.dtype))
-    counts = jnp.zeros(bucket_limits().size + 1, jnp.int32).at[_bucket(x)].add(finite.astype(jnp.int32))
+    counts = (
+        jnp.zeros(bucket_limits().size + 1, jnp.int32).at[_bucket(x)].add(finite.astype(jnp.int32))
+    )
     extremes = jnp.stack([x.min(), x.max()]) if x.size else jnp.zeros(2, x.dtype)
     y = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x
-    # Scaled by a power of two to at most 1, so that no square overflows. In two factors, as 2**-exponent alone may not
-    # be a normal number.
+    # Scaled by a power of two to at most 1, so that no square overflows. In two factors, as
+    # 2**-exponent alone may not be a normal number.
     _, exponent = jnp.frexp(jnp.max(jnp.abs(y), initial=0))
     half = exponent // 2
     unit = jnp.ones((), y.dtype)
@@ -351,7 +399,7 @@ def _count(x: Array) -> dict[str, Array]:
 
 
 def _sum(x: Array) -> Array:
-    """Sum an array in parts, which keeps float32 sums accurate: axis by axis, and a long vector in rows."""
+    """Sum an array in parts, for accurate float32: axis by axis, and a long vector in rows."""
     if x.ndim == 1 and x.size > 4096:
         whole = x.size // 1024 * 1024
         return x[:whole].reshape(-1, 1024).sum(axis=1).sum() + x[whole:].sum()
@@ -369,7 +417,8 @@ def _bucket(x: Array) -> Array:
     else:
         integer = np.int32 if x.dtype == jnp.float32 else np.int64
         bits = jax.lax.bitcast_convert_type(x, integer)
-        # By the sign bit, not by `x < 0`: in comparisons, devices flush subnormals to 0. The least integer is -0.0.
+        # By the sign bit, not by `x < 0`: in comparisons, devices flush subnormals to 0. The least
+        # integer is -0.0.
         is_negative = (bits < 0) & (bits != np.iinfo(integer).min)
         power = jnp.round(jnp.log(jnp.abs(x) * 1e12) / math.log(1.1))
         number = jnp.clip(power, 0, last // 2 - 1).astype(jnp.int32) + 1

@@ -31,7 +31,9 @@ def encode_job(what: Any, step: Any, wall_time: float) -> tuple[list[bytes], lis
     return [event_bytes(host_step or 0, wall_time, **what)], []
 
 
-def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[list[bytes], list[Exception]]:
+def encode(
+    summary: Summary, last_step: int | None, wall_time: float
+) -> tuple[list[bytes], list[Exception]]:
     """Return an event for each step of a summary, and the errors of the parts that are not in them.
 
     Args:
@@ -39,7 +41,8 @@ def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[l
         last_step: The step of its last values; None if its first values are those of step 0.
         wall_time: The time of the events.
     """
-    if summary.parts and all(type(part) is Scalars and type(part.values) is float for part in summary.parts):
+    parts = summary.parts
+    if parts and all(type(part) is Scalars and type(part.values) is float for part in parts):
         # Quick, for the most common summary.
         event = proto("Event")(step=last_step or 0, wall_time=wall_time)
         for part in summary.parts:
@@ -47,10 +50,14 @@ def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[l
         return [event.SerializeToString()], []
     # All transfers start before the first is waited for.
     for leaf in jax.tree.leaves(summary):
-        if isinstance(leaf, jax.Array) and not (leaf.is_deleted() or is_here(leaf)) and leaf.is_fully_addressable:
+        if (
+            isinstance(leaf, jax.Array)
+            and not (leaf.is_deleted() or is_here(leaf))
+            and leaf.is_fully_addressable
+        ):
             leaf.copy_to_host_async()
-    # The age of values is the number of steps between theirs and the last one: parts may hold different numbers of
-    # steps, and all end at the last.
+    # The age of values is the number of steps between theirs and the last one: parts may hold
+    # different numbers of steps, and all end at the last.
     values_of_age: defaultdict[int, Values] = defaultdict(list)
     left_out: defaultdict[int, list[str]] = defaultdict(list)
     errors: list[Exception] = []
@@ -68,7 +75,8 @@ def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[l
         last_step = max(values_of_age, default=0)
     for age, tags in left_out.items():
         logger.info(
-            "step %d skipped its update: values of the histogram %s are NaN or infinite, and not in the summaries",
+            "step %d skipped its update: values of the histogram %s are NaN or infinite, and not "
+            "in the summaries",
             last_step - age,
             ", ".join(map(repr, tags)),
         )
@@ -85,19 +93,23 @@ def event_bytes(step: int, wall_time: float, **fields: object) -> bytes:
 
 
 def _rows_of_steps(x: object, rank: int, tag: str) -> NumPyArray:
-    """Return an array of a rank with one more axis in front, the steps, which are its leading axes as they are."""
+    """Return an array of a rank plus a first axis of steps, its leading axes in their order."""
     if isinstance(x, jax.Array):
         if x.is_deleted():
             raise RuntimeError(
-                f"summary {tag!r}: its array was deleted before it was written; make the summary inside the step"
+                f"summary {tag!r}: its array was deleted before it was written; make the summary "
+                "inside the step"
             )
         if not x.is_fully_addressable and not x.is_fully_replicated:
             raise ValueError(
-                f"summary {tag!r}: its array is split over several processes, and only process 0 writes; reduce it"
+                f"summary {tag!r}: its array is split over several processes, and only process 0 "
+                "writes; reduce it"
             )
     x = np.asarray(x)
     if x.ndim < rank:
-        raise ValueError(f"summary {tag!r}: must be an array of rank {rank} or more, got shape {x.shape}")
+        raise ValueError(
+            f"summary {tag!r}: must be an array of rank {rank} or more, got shape {x.shape}"
+        )
     return x.reshape(-1, *x.shape[x.ndim - rank :])
 
 
@@ -117,16 +129,20 @@ def _images(part: Images) -> Iterator[Values]:
     added = _rows_of_steps(part.added, 0, tag)
     if batches.dtype != np.uint8 or (added != 1).any():
         raise ValueError(
-            f"summary {tag!r}: must not be averaged over microbatches; make images outside of the loss function"
+            f"summary {tag!r}: must not be averaged over microbatches; make images outside of the "
+            "loss function"
         )
     for batch in batches:
-        yield [value(tag=tag, image=_png(pixels)) for tag, pixels in zip(part.tags, batch, strict=True)]
+        yield [
+            value(tag=tag, image=_png(pixels)) for tag, pixels in zip(part.tags, batch, strict=True)
+        ]
 
 
 def _png(pixels: NumPyArray) -> Any:
     height, width, channels = pixels.shape
     buffer = io.BytesIO()
-    picture = import_extra("PIL.Image", "an image summary").fromarray(pixels[..., 0] if channels == 1 else pixels)
+    pixels = pixels[..., 0] if channels == 1 else pixels
+    picture = import_extra("PIL.Image", "an image summary").fromarray(pixels)
     picture.save(buffer, "PNG")
     return proto("Summary").Image(
         height=height, width=width, colorspace=channels, encoded_image_string=buffer.getvalue()
@@ -148,7 +164,8 @@ def _histograms(part: Histogram) -> Iterator[Values]:
         if added == 1:
             moments = _exact_moments(extremes, sums, int(exponent))
         else:
-            # Several microbatches: their counts add up to the histogram, but their moments were averaged.
+            # Several microbatches: their counts add up to the histogram, but their moments were
+            # averaged.
             moments = _estimated_moments(counts)
         yield [value(tag=tag, histo=_histogram_proto(counts, moments))]
 
@@ -204,9 +221,10 @@ def _estimated_moments(counts: NumPyArray) -> _Moments:
 def _histogram_proto(counts: NumPyArray, moments: _Moments) -> Any:
     limits = bucket_limits()
     (filled,) = np.nonzero(counts)
-    # TensorFlow also writes the empty buckets at either end. They are omitted here: TensorBoard replaces their limits
-    # by the extremes, which gives buckets that end before they begin. A bucket begins where the one before it ends, so
-    # that in front of each filled one, the last of several empty ones is written.
+    # TensorFlow also writes the empty buckets at either end. They are omitted here: TensorBoard
+    # replaces their limits by the extremes, which gives buckets that end before they begin. A
+    # bucket begins where the one before it ends, so that in front of each filled one, the last of
+    # several empty ones is written.
     ends = np.union1d(filled, filled[1:] - 1) if filled.size else np.array([-1])
     return proto("HistogramProto")(
         min=moments.low,
@@ -222,7 +240,9 @@ def _histogram_proto(counts: NumPyArray, moments: _Moments) -> Any:
 def _texts(part: Text) -> Iterator[Values]:
     shape = proto("TensorShapeProto")(dim=[{"size": n} for n in part.shape])
     tensor = proto("TensorProto")(
-        dtype=proto("DataType").DT_STRING, tensor_shape=shape, string_val=[s.encode() for s in part.strings]
+        dtype=proto("DataType").DT_STRING,
+        tensor_shape=shape,
+        string_val=[s.encode() for s in part.strings],
     )
     metadata = proto("SummaryMetadata")(plugin_data={"plugin_name": "text"})
     yield [proto("Summary").Value(tag=part.tags[0], metadata=metadata, tensor=tensor)]
@@ -237,7 +257,9 @@ _ENCODERS: dict[type[Part], Callable[[Any], Iterator[Values]]] = {
 
 
 def to_proto(summary: Summary) -> Any:
-    """Convert a summary to a `Summary` proto of tensorboard, with the same bytes as TensorFlow's; wait for its arrays.
+    """Convert a summary to tensorboard's `Summary` proto, with the same bytes as TensorFlow's.
+
+    It waits for the arrays.
 
     Raises:
         ValueError: The summary holds several steps, stacked by scan or vmap.
@@ -248,16 +270,22 @@ def to_proto(summary: Summary) -> Any:
         0.5
     """
     if not isinstance(summary, Summary):
-        raise TypeError(f"summary={summary!r}: must be a Summary of jstep.summary, got {describe_type(summary)}")
+        raise TypeError(
+            f"summary={summary!r}: must be a Summary of jstep.summary, got {describe_type(summary)}"
+        )
     for part in summary.parts:
         if has_tracers(part):
-            raise TypeError(f"summary {part.tags[0]!r} is traced and has no value; return it from the traced function")
+            raise TypeError(
+                f"summary {part.tags[0]!r} is traced and has no value; return it from the traced "
+                "function"
+            )
     with internal_transfers():
         events, errors = encode(summary, None, 0.0)
     if errors:
         raise errors[0]
     if len(events) > 1:
         raise ValueError(
-            f"summary {summary.tags[0]!r} holds {len(events)} steps; use jax.tree.map(lambda x: x[i], summary)"
+            f"summary {summary.tags[0]!r} holds {len(events)} steps; use "
+            "jax.tree.map(lambda x: x[i], summary)"
         )
     return proto("Event").FromString(events[0]).summary if events else proto("Summary")()

@@ -27,14 +27,16 @@ class _Graph:
         self.proto.versions.producer = 22
         self._names: set[str] = set()
 
-    def add(self, name: str, op: str, operands: Iterable[Any] = (), results: Iterable[Any] = ()) -> None:
+    def add(
+        self, name: str, op: str, operands: Iterable[Any] = (), results: Iterable[Any] = ()
+    ) -> None:
         unique = self._unique_name(name)
         self.proto.node.add(name=unique, op=op, input=[self.refs[value] for value in operands])
         for i, result in enumerate(results):
             self.refs[result] = f"{unique}:{i}" if i else unique
 
     def _unique_name(self, name: str) -> str:
-        """Return a name that a GraphDef may have: letters, digits and few other characters, and once."""
+        """Return a unique name for a GraphDef, of letters, digits and few other characters."""
         scopes = [re.sub(r"[^\w.\-]", "_", scope, flags=re.A) for scope in name.split("/") if scope]
         base = "/".join(scopes)
         if not re.match(r"[A-Za-z0-9.]", base):
@@ -79,14 +81,20 @@ def _graph_of_traced(traced: Any) -> Any:
 
 def _graph_of_lowered(lowered: Any) -> Any:
     operations = [view.operation for view in lowered.compiler_ir("stablehlo").body.operations]
-    main = next(op for op in operations if op.name == "func.func" and str(op.attributes["sym_name"]) == '"main"')
+    main = next(
+        op
+        for op in operations
+        if op.name == "func.func" and str(op.attributes["sym_name"]) == '"main"'
+    )
     graph = _Graph()
     block = main.regions[0].blocks[0]
     for argument in block.arguments:
         graph.add("arg", "Parameter", results=[argument])
     for view in block.operations:
         op = view.operation
-        called = str(op.attributes["callee"]) if "callee" in op.attributes else op.name.rpartition(".")[2]
+        called = op.name.rpartition(".")[2]
+        if "callee" in op.attributes:
+            called = str(op.attributes["callee"])
         graph.add(called.strip('@"'), op.name, op.operands, op.results)
     return graph.proto
 
@@ -97,11 +105,13 @@ def _scope(stack: str) -> str:
 
 
 @shortens_tracebacks
-def write_graph(graph: object, logdir: str | os.PathLike[str], name: str, as_text: bool = True) -> str:
+def write_graph(
+    graph: object, logdir: str | os.PathLike[str], name: str, as_text: bool = True
+) -> str:
     """Write a graph to the file `logdir/name` atomically.
 
-    Text is StableHLO. Binary is a GraphDef, which TensorBoard and Netron draw. If the name ends in `.pbtxt` or a
-    GraphDef is given, text is a GraphDef in protobuf's text format.
+    Text is StableHLO. Binary is a GraphDef, which TensorBoard and Netron draw. If the name ends in
+    `.pbtxt` or a GraphDef is given, text is a GraphDef in protobuf's text format.
 
     Args:
         graph: A `jax.stages.Traced` or `Lowered`, a `GraphDef`, or a function of no arguments.
@@ -121,7 +131,9 @@ def write_graph(graph: object, logdir: str | os.PathLike[str], name: str, as_tex
 
     Source: TensorFlow's `tf.train.write_graph`.
     """
-    path = join_path(location(logdir, "logdir"), checks.as_string(name, "name", "the name of a file in logdir"))
+    path = join_path(
+        location(logdir, "logdir"), checks.as_string(name, "name", "the name of a file in logdir")
+    )
     staged = _staged(graph, (), {})
     if not checks.as_bool(as_text, "as_text"):
         data = graph_def(staged).SerializeToString()
@@ -138,14 +150,17 @@ def _staged(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_graph_def = is_message(graph, "GraphDef") or isinstance(graph, bytes | bytearray)
     if is_graph_def or isinstance(graph, jax.stages.Traced | jax.stages.Lowered):
         if args or kwargs:
-            raise TypeError(f"graph: a {type(graph).__name__} is traced already and takes no arguments")
+            raise TypeError(
+                f"graph: a {type(graph).__name__} is traced already and takes no arguments"
+            )
         if not is_graph_def:
             return graph
         data = bytes(graph) if isinstance(graph, bytes | bytearray) else graph.SerializeToString()
         return parse_message(data, "GraphDef", "graph")
     if not callable(graph):
         raise TypeError(
-            f"graph: must be a Traced, Lowered or GraphDef, or take no arguments, got {checks.describe_type(graph)}"
+            "graph: must be a Traced, Lowered or GraphDef, or take no arguments, got "
+            f"{checks.describe_type(graph)}"
         )
     traceable = graph if hasattr(graph, "trace") else jax.jit(graph)
     return traceable.trace(*args, **kwargs)

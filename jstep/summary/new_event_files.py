@@ -29,7 +29,10 @@ class LocalFile(GrowingFile):
 
     def _open(self) -> None:
         if resolve_path(self._logdir) != self._resolved:
-            raise OSError(errno.ENOENT, f"its directory was {self._resolved}, and there is a link to another one now")
+            raise OSError(
+                errno.ENOENT,
+                f"its directory was {self._resolved}, and there is a link to another one now",
+            )
         make_directories(self._logdir)
         name = next(_file_names(filter(is_event_file, os.listdir(self._logdir)), self._suffix))
         path = os.path.join(self._logdir, name)
@@ -42,14 +45,15 @@ class LocalFile(GrowingFile):
             raise
 
     def write(self, data: bytes) -> None:
-        """Append records atomically; if the file was removed meanwhile, to a new file in the same directory."""
+        """Append records atomically; if the file was removed, to a new one in its directory."""
         try:
             if os.fstat(self._file.fileno()).st_nlink == 0:
                 removed = self.path
                 self._file.close()
                 self._open()
                 logger.warning(
-                    "%s was removed while a SummaryWriter wrote to it, and its events are lost; continuing in %s",
+                    "%s was removed while a SummaryWriter wrote to it, and its events are lost; "
+                    "continuing in %s",
                     removed,
                     self.path,
                 )
@@ -77,12 +81,15 @@ def open_event_file(logdir: str, flush_secs: float, suffix: str = "") -> Sink:
         objects = Objects(logdir)
         with objects.time_limit(START_TIMEOUT_SECS):
             names = _file_names(_names_there(objects), suffix)
-            # Each object begins with the first record of an event file; the first one is written here.
+            # Each object begins with the first record of an event file; the first one is written
+            # here.
             return ObjectAppender(objects, names.__next__, _first_record(), flush_secs)
     try:
         return LocalFile(logdir, suffix)
     except OSError as error:
-        raise type(error)(error.errno, f"SummaryWriter cannot write to its logdir: {error.strerror}", logdir) from error
+        raise type(error)(
+            error.errno, f"SummaryWriter cannot write to its logdir: {error.strerror}", logdir
+        ) from error
 
 
 def _names_there(objects: Objects) -> list[str]:
@@ -95,8 +102,9 @@ def _first_record() -> bytes:
 
 
 def _file_names(existing: Iterable[str], suffix: str) -> Iterator[str]:
-    # Process id and counter distinguish writers of the same second. If an existing file still sorts later, because it
-    # is of the same second or of a host whose clock is ahead, the time in the name is moved forward.
+    # Process id and counter distinguish writers of the same second. If an existing file still sorts
+    # later, because it is of the same second or of a host whose clock is ahead, the time in the
+    # name is moved forward.
     host = f"{socket.gethostname()}.{os.getpid()}"
     stamp = int(time.time())
     newest = max(existing, default="")
@@ -105,21 +113,25 @@ def _file_names(existing: Iterable[str], suffix: str) -> Iterator[str]:
         newest_stamp = newest.removeprefix(_PREFIX).partition(".")[0]
         if newest_stamp.isdecimal() and len(newest_stamp) == 10:
             stamp = int(newest_stamp) + 1
-    return (f"{_PREFIX}{stamp:010d}.{host}.{count:06d}{suffix}" for count in itertools.chain([first], _counter))
+    return (
+        f"{_PREFIX}{stamp:010d}.{host}.{count:06d}{suffix}"
+        for count in itertools.chain([first], _counter)
+    )
 
 
 def suffix_of_run(logdir: str, where: str, prefix: str, run: str) -> str:
-    """The end of the names of a run's event files: a hash of its directory, and the ID in its checkpoints."""
+    """The end of event file names: a hash of the run's directory, and the ID in its checkpoints."""
     resolved_logdir = resolve_path(logdir)
     directory = resolve_path(where)
     if is_url(resolved_logdir) == is_url(directory):
         # Relative, so that a run that is moved together with its logdir keeps its hash.
         directory = os.path.relpath(directory, resolved_logdir)
-    return f".{hashlib.sha256(f'{prefix} {directory}'.encode(errors='surrogateescape')).hexdigest()[:8]}.{run}"
+    name = f"{prefix} {directory}".encode(errors="surrogateescape")
+    return f".{hashlib.sha256(name).hexdigest()[:8]}.{run}"
 
 
 _STARTS = 2
-"""The marks of a restart: TensorBoard takes the first in a directory for the beginning of the run."""
+"""The marks of a restart: TensorBoard takes the first in a directory for the start of the run."""
 _REMOVAL_SECS = 8.0
 
 
@@ -138,17 +150,20 @@ class StartMarks(NamedTuple):
 def marks_of_start(path: str, step: int, *, owns_directory: bool, is_new: bool) -> StartMarks:
     """Return the marks that a new event file needs, so that no step of a run is shown twice.
 
-    If others opened files since the last start, a separate file before theirs holds the marks, which is written here.
+    If others opened files since the last start, a separate file before theirs holds the marks,
+    which is written here.
 
     Args:
         path: The new event file.
         step: The step from which on events are dropped.
-        owns_directory: Whether the event files of other runs with the same directory count as this run's own, because
-            it makes their steps again.
+        owns_directory: Whether the event files of other runs with the same directory count as this
+            run's own, because it makes their steps again.
         is_new: Whether the run resumes from nothing.
     """
     logdir, new_name = split_path(path)
-    names = _names_there(Objects(logdir)) if is_url(logdir) else filter(is_event_file, names_in(logdir))
+    names = (
+        _names_there(Objects(logdir)) if is_url(logdir) else filter(is_event_file, names_in(logdir))
+    )
     new_writer = Writer.parse(new_name)
     process = f".{socket.gethostname()}.{os.getpid()}."
     writers: dict[str, Writer] = {}
@@ -160,20 +175,21 @@ def marks_of_start(path: str, step: int, *, owns_directory: bool, is_new: bool) 
             continue
         writer = Writer.parse(name)
         writers[name] = writer
+        is_in_place = owns_directory and writer.directory == new_writer.directory
         if writer.run is None:
-            # The program itself may write here by another library, or by a writer of its own, as an earlier start of it
-            # did.
+            # The program itself may write here by another library, or by a writer of its own, as an
+            # earlier start of it did.
             if process not in name:
                 strangers.append(name)
-        elif writer.run == new_writer.run or (owns_directory and writer.directory == new_writer.directory):
+        elif writer.run == new_writer.run or is_in_place:
             own_names.append(name)
         else:
             other_runs.append(name)
     others = other_runs if own_names else [*other_runs, *strangers]
     if others and (is_new or not own_names):
         logger.warning(
-            "logdir=%s: has event files of others, which are shown together with this run's: %s; give each run a "
-            "directory of its own",
+            "logdir=%s: has event files of others, which are shown together with this run's: %s; "
+            "give each run a directory of its own",
             logdir,
             format_list(others, 5),
         )

@@ -14,10 +14,11 @@ def writer_of(run: Any) -> SummaryWriter | None:
 
 def as_writer(summary_writer: object) -> Any:
     if summary_writer is not None and (
-        isinstance(summary_writer, type) or not callable(getattr(summary_writer, "add_summary", None))
+        isinstance(summary_writer, type)
+        or not callable(getattr(summary_writer, "add_summary", None))
     ):
         raise TypeError(
-            f"summary_writer={format_value(summary_writer)}: must have a method add_summary(summary, global_step), "
-            "such as a jstep.summary.SummaryWriter"
+            f"summary_writer={format_value(summary_writer)}: must have a method "
+            "add_summary(summary, global_step), such as a jstep.summary.SummaryWriter"
         )
     return summary_writer

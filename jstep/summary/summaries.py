@@ -1,6 +1,7 @@
 """Summaries as pytrees, their named collections, and merging.
 
-Arrays are leaves and tags are static. Leading axes that a transformation adds to a leaf are steps, in order.
+Arrays are leaves and tags are static. Leading axes that a transformation adds to a leaf are steps,
+in order.
 """
 
 import dataclasses
@@ -26,7 +27,8 @@ from jstep.differentiate.loss_outputs import COLLECTORS, Collector
 _STATIC = {"static": True}
 
 
-# Not frozen, which would slow down creation: scalars are created on the training thread, in microseconds.
+# Not frozen, which would slow down creation: scalars are created on the training thread, in
+# microseconds.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(eq=False, slots=True)
 class Scalars:
@@ -40,7 +42,7 @@ class Scalars:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(eq=False, slots=True)
 class Images:
-    """Images as uint8 `[count, height, width, channels]`; `added` is the number of microbatches that sum it."""
+    """Images as uint8 `[count, height, width, channels]`, the sum of `added` microbatches."""
 
     tags: tuple[str, ...] = dataclasses.field(metadata=_STATIC)
     pixels: Any
@@ -52,8 +54,8 @@ class Images:
 class Histogram:
     """Bucket counts and moments of the values of an array; `added` is as in `Images`.
 
-    `sums` are the sums of x·2^−e and of its square, where e = `exponent`. `skipped` is 1 if the step skipped its
-    update.
+    `sums` are the sums of x·2^−e and of its square, where e = `exponent`. `skipped` is 1 if the
+    step skipped its update.
     """
 
     tags: tuple[str] = dataclasses.field(metadata=_STATIC)
@@ -88,7 +90,8 @@ class Summary:
 
     Attributes:
         tags: All tags, in the order in which the values are written.
-        parts: The values, each with its kind and its tags; their fields may change in a minor release.
+        parts: The values, each with its kind and its tags; their fields may change in a minor
+            release.
 
     Example:
         >>> import jax, jstep.summary
@@ -143,7 +146,8 @@ def is_here(x: jax.Array) -> bool:
 def keep(x: object) -> Any:
     """Return a value that stays what it is until it is written.
 
-    An array of the training state is deleted when it is donated to the next step; a NumPy array can be written to.
+    An array of the training state is deleted when it is donated to the next step; a NumPy array can
+    be written to.
     """
     if is_traced(x):
         return x
@@ -165,7 +169,8 @@ R = TypeVar("R")
 SUMMARIES = "summaries"
 DEFAULT = (SUMMARIES,)
 
-# Collection → tags → the newest part with those tags, so that a loop that never merges keeps one step of summaries.
+# Collection → tags → the newest part with those tags, so that a loop that never merges keeps one
+# step of summaries.
 _eager: dict[str, dict[tuple[str, ...], Part]] = {}
 _lock = threading.Lock()
 
@@ -177,7 +182,7 @@ def _no_trace() -> Any:
 
 
 def register(part: Part, collections: Sequence[str] | None) -> None:
-    """Add a part to collections: to the innermost `collect` of each, or else to those of eager summaries."""
+    """Add a part to collections: to each one's innermost `collect`, or else to the eager ones."""
     traced = is_traced_part(part)
     for key in _collection_names(collections):
         collector = _innermost_collector(key)
@@ -220,7 +225,8 @@ def _collection_names(collections: object) -> Sequence[str]:
     names = tuple(collections) if isinstance(collections, Iterable) else (None,)
     if isinstance(collections, str) or not all(isinstance(key, str) for key in names):
         raise TypeError(
-            f"collections={format_value(collections)}: must be a sequence of names, such as ('summaries',), or None"
+            f"collections={format_value(collections)}: must be a sequence of names, such as "
+            "('summaries',), or None"
         )
     return names
 
@@ -242,7 +248,9 @@ def merge_parts(parts: Iterable[Part]) -> Summary:
     for part in parts:
         for tag in part.tags:
             if tag in seen:
-                raise ValueError(f"duplicate tag {tag!r}: a merged summary holds one value for each tag")
+                raise ValueError(
+                    f"duplicate tag {tag!r}: a merged summary holds one value for each tag"
+                )
             seen.add(tag)
     return Summary(parts)
 
@@ -250,7 +258,8 @@ def merge_parts(parts: Iterable[Part]) -> Summary:
 def merge_all(key: str = SUMMARIES) -> Summary | None:
     """Merge the summaries added to a collection since the last call, and empty it.
 
-    Outside `collect`, these are the summaries created eagerly; of several with the same tag, the newest is kept.
+    Outside `collect`, these are the summaries created eagerly; of several with the same tag, the
+    newest is kept.
 
     Args:
         key: The name of the collection.
@@ -291,18 +300,21 @@ def merge_all(key: str = SUMMARIES) -> Summary | None:
 def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Summary | None]]:
     """Wrap a function so that it also returns the summaries created inside it.
 
-    The wrapped function can be transformed, as by `jax.jit` and `jax.lax.scan`, which stacks the summaries. A function
-    that is transformed *inside* `fn` must return its summaries, and so must `fn`.
+    The wrapped function can be transformed, as by `jax.jit` and `jax.lax.scan`, which stacks the
+    summaries. A function that is transformed *inside* `fn` must return its summaries, and so must
+    `fn`.
 
     Args:
         fn: Any function.
         key: The name of the collection; other summaries pass through to an enclosing `collect`.
 
     Returns:
-        A function of the same arguments that returns `(result, summary)`; the summary is None if none was created.
+        A function of the same arguments that returns `(result, summary)`; the summary is None if
+        none was created.
 
     Raises:
-        RuntimeError: When called: a summary was created inside a nested transformation and not returned from it.
+        RuntimeError: When called: a summary was created inside a nested transformation and not
+            returned from it.
         ValueError: When called: two summaries have the same tag.
 
     Example:
@@ -340,7 +352,7 @@ def _unreturned(collector: Collector, result: object) -> Summary | None:
 
 
 def join_returned(aux: Mapping[str, Any], created: Summary) -> tuple[Mapping[str, Any], Summary]:
-    """Return the other outputs of a loss, and the summary among them merged with the one that it has created."""
+    """Return a loss's other outputs, and the summary among them merged with what it created."""
     returned = aux.get(SUMMARIES)
     if not isinstance(returned, Summary):
         return aux, created
@@ -364,8 +376,9 @@ def _returned(result: object, collector: Collector) -> list[Part]:
 
 
 _LOST = (
-    "nested in the loss, or in the function that collect runs (grad, scan, vmap, jit, remat, …), and was not returned "
-    "from it; return it, and add it to the outer ones by merge([summary], collections=({key!r},))"
+    "nested in the loss, or in the function that collect runs (grad, scan, vmap, jit, remat, …), "
+    "and was not returned from it; return it, and add it to the outer ones by "
+    "merge([summary], collections=({key!r},))"
 )
 
 
@@ -374,7 +387,9 @@ def _check_lost(collector: Collector, returned: set[str]) -> None:
     for tags, line in collector.nested.items():
         if not returned.issuperset(tags):
             why = _LOST.format(key=collector.key)
-            raise RuntimeError(f"summary {tags[0]!r}, made at {line}, comes from a transformation {why}")
+            raise RuntimeError(
+                f"summary {tags[0]!r}, made at {line}, comes from a transformation {why}"
+            )
 
 
 @shortens_tracebacks
@@ -397,12 +412,15 @@ def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None
     """
     if not isinstance(summaries, Iterable):
         raise TypeError(
-            f"summaries={format_value(summaries)}: must be a list of summaries, got {describe_type(summaries)}"
+            f"summaries={format_value(summaries)}: must be a list of summaries, got "
+            f"{describe_type(summaries)}"
         )
     some = [summary for summary in summaries if summary is not None]
     for summary in some:
         if not isinstance(summary, Summary):
-            raise TypeError(f"merge: must be summaries of jstep.summary, not {describe_type(summary)}")
+            raise TypeError(
+                f"merge: must be summaries of jstep.summary, not {describe_type(summary)}"
+            )
     merged = merge_parts(part for summary in some for part in summary.parts)
     for part in merged.parts:
         register(part, () if collections is None else collections)
@@ -410,7 +428,7 @@ def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None
 
 
 def summaries_in(tree: Tree) -> Summary | None:
-    """Merge all summaries in a pytree, such as the metrics of a train step; return None if it has none.
+    """Merge all summaries in a pytree, such as a train step's metrics; return None if none.
 
     Raises:
         ValueError: Two values have the same tag.
@@ -428,5 +446,7 @@ def mark_skipped(summary: Summary, skipped: object) -> Summary:
     """Note in its histograms whether the step that made a summary has skipped its update."""
     parts: list[Part] = []
     for part in summary.parts:
-        parts.append(dataclasses.replace(part, skipped=skipped) if type(part) is Histogram else part)
+        parts.append(
+            dataclasses.replace(part, skipped=skipped) if type(part) is Histogram else part
+        )
     return Summary(tuple(parts))

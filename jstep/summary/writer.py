@@ -21,7 +21,14 @@ from jstep.core.logs import logger
 from jstep.core.public_names import explains_attributes
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Step, is_traced
-from jstep.stores.event_files import CHECKSUMS, frame, import_extra, is_message, parse_message, proto
+from jstep.stores.event_files import (
+    CHECKSUMS,
+    frame,
+    import_extra,
+    is_message,
+    parse_message,
+    proto,
+)
 from jstep.stores.urls import location
 from jstep.summary.encode import encode_job
 from jstep.summary.graph import graph_def
@@ -37,7 +44,8 @@ NAP = 0.1
 _running: weakref.WeakSet["Worker"] = weakref.WeakSet()
 
 
-# Not a record, of which many small ones would keep the garbage collector busy: a tuple of objects that exist.
+# Not a record, of which many small ones would keep the garbage collector busy: a tuple of objects
+# that exist.
 _Job: TypeAlias = tuple[Any, Any, float, int]
 """The data to write, or a function, its step, its time, its bytes."""
 
@@ -45,8 +53,8 @@ _Job: TypeAlias = tuple[Any, Any, float, int]
 class Worker:
     """Owner of an event file and its thread. Errors are kept until `check`.
 
-    Jobs are written in the order of `put`, and flushed when `max_queue` events are buffered or `flush_secs` have
-    passed.
+    Jobs are written in the order of `put`, and flushed when `max_queue` events are buffered or
+    `flush_secs` have passed.
     """
 
     def __init__(self, sink: Sink, max_queue: int, flush_secs: float) -> None:
@@ -55,8 +63,9 @@ class Worker:
         self._max_queue = max_queue
         self._flush_secs = flush_secs
 
-        # What callers hand to the thread. All but the thread's `popleft` is done while `_changed` is held.
-        # A reentrant lock: the garbage collector may call `request_close` on a thread that holds it.
+        # What callers hand to the thread. All but the thread's `popleft` is done while `_changed`
+        # is held. A reentrant lock: the garbage collector may call `request_close` on a thread that
+        # holds it.
         self._changed = threading.Condition()
         self._jobs: collections.deque[_Job] = collections.deque()
         self._bytes = 0
@@ -87,11 +96,14 @@ class Worker:
             raise error
         if self._broken is not None:
             # It was raised once already.
-            raise RuntimeError(f"{self.path}: writing stopped after {self._broken!r}") from self._broken
+            raise RuntimeError(
+                f"{self.path}: writing stopped after {self._broken!r}"
+            ) from self._broken
 
     def take_error(self) -> Exception | None:
         error = self._error
-        # Not set to None if it is None: the thread may have an error in between, which would be lost.
+        # Not set to None if it is None: the thread may have an error in between, which would be
+        # lost.
         if error is not None:
             self._error = None
         return error
@@ -176,7 +188,9 @@ class Worker:
         """Wait for jobs, or until something is due; return the number of jobs."""
         with self._changed:
             due = min(self._due if self._buffer else math.inf, self._sink.due())
-            wait = None if due == math.inf else min(max(0.0, due - time.monotonic()), threading.TIMEOUT_MAX)
+            wait = None
+            if due != math.inf:
+                wait = min(max(0.0, due - time.monotonic()), threading.TIMEOUT_MAX)
             self._changed.wait_for(lambda: self._jobs, wait)
             if self._jobs:
                 # More jobs may follow, which are then taken together.
@@ -254,13 +268,14 @@ def _close_all() -> None:
 class SummaryWriter:
     """Writer of summaries and events to a TensorBoard event file in `logdir`, without TensorFlow.
 
-    A background thread waits for the device, encodes events and writes them. An error on it is raised at the next call,
-    at the latest by `close`. In a run of several processes only process 0 writes.
+    A background thread waits for the device, encodes events and writes them. An error on it is
+    raised at the next call, at the latest by `close`. In a run of several processes only process 0
+    writes.
 
     Args:
-        logdir: The directory, which TensorBoard treats as a run; created if it does not exist. In an object store
-            (`gs://bucket/run`, `s3://bucket/run`) events are uploaded by `flush` and `close`, and at most every 10
-            seconds or `flush_secs`.
+        logdir: The directory, which TensorBoard treats as a run; created if it does not exist. In
+            an object store (`gs://bucket/run`, `s3://bucket/run`) events are uploaded by `flush`
+            and `close`, and at most every 10 seconds or `flush_secs`.
         graph: A graph to write immediately, as for `add_graph`.
         max_queue: Number of buffered events at which they are written to the file.
         flush_secs: Maximum time in seconds that an event is buffered.
@@ -293,18 +308,25 @@ class SummaryWriter:
         filename_suffix: str | None = None,
     ) -> None:
         max_queue = as_int(max_queue, "max_queue", 1, "how many events wait in memory")
-        flush_secs = as_number(flush_secs, "flush_secs", low=0, above=True, finite=False, meaning="seconds")
+        flush_secs = as_number(
+            flush_secs, "flush_secs", low=0, above=True, finite=False, meaning="seconds"
+        )
         suffix = "" if filename_suffix is None else as_string(filename_suffix, "filename_suffix")
         if "/" in suffix:
-            raise ValueError(f"filename_suffix={suffix!r}: must be the end of a file's name, without '/'")
+            raise ValueError(
+                f"filename_suffix={suffix!r}: must be the end of a file's name, without '/'"
+            )
         self.logdir = location(logdir, "logdir")
         self._worker: Worker | None = None
         self._closed = False
         import_extra(CHECKSUMS)
         proto("Event")
         if processes.is_process_0():
-            self._worker = Worker(open_event_file(self.logdir, flush_secs, suffix), max_queue, flush_secs)
-            # The thread of a garbage-collected writer finishes its jobs; the interpreter waits for it at exit.
+            self._worker = Worker(
+                open_event_file(self.logdir, flush_secs, suffix), max_queue, flush_secs
+            )
+            # The thread of a garbage-collected writer finishes its jobs; the interpreter waits for
+            # it at exit.
             weakref.finalize(self, self._worker.request_close).atexit = False
         if graph is not None:
             try:
@@ -315,14 +337,14 @@ class SummaryWriter:
 
     @property
     def path(self) -> str | None:
-        """The event file (in an object store, the first one); None in a process that does not write."""
+        """The event file (in an object store, the first); None if this process does not write."""
         return None if self._worker is None else self._worker.path
 
     def add_summary(self, summary: object, global_step: Step | None = None) -> None:
         """Write a summary.
 
-        K summaries that scan (or vmap) has stacked become K events, the last at `global_step`, the others at the steps
-        before it.
+        K summaries that scan (or vmap) has stacked become K events, the last at `global_step`, the
+        others at the steps before it.
 
         Args:
             summary: A `Summary`, a `Summary` proto or a serialized one; None is ignored.
@@ -336,7 +358,9 @@ class SummaryWriter:
         if type(summary) is not Summary:
             if summary is None:
                 return
-            self._put({"summary": proto("Summary").FromString(as_serialized(summary, "Summary"))}, step)
+            self._put(
+                {"summary": proto("Summary").FromString(as_serialized(summary, "Summary"))}, step
+            )
             return
         size = 0
         for part in summary.parts:
@@ -345,7 +369,8 @@ class SummaryWriter:
                 continue
             if is_traced_part(part):
                 raise TypeError(
-                    f"add_summary: summary {part.tags[0]!r} is traced; return it from the function that JAX transforms"
+                    f"add_summary: summary {part.tags[0]!r} is traced; return it from the function "
+                    "that JAX transforms"
                 )
             if type(part) is not Scalars:
                 size += sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(part))
@@ -357,22 +382,26 @@ class SummaryWriter:
         self._put(as_serialized(event, "Event"))
 
     @shortens_tracebacks
-    def add_graph(self, graph: object, *args: Any, global_step: Step | None = None, **kwargs: Any) -> None:
+    def add_graph(
+        self, graph: object, *args: Any, global_step: Step | None = None, **kwargs: Any
+    ) -> None:
         """Write a graph for TensorBoard's Graphs tab.
 
         TensorBoard shows the last graph of a run; `jax.named_scope`s become scopes.
 
         Args:
-            graph: A function of `args` and `kwargs` (jitted or not, such as a train step) or, without arguments, a
-                `jax.stages.Traced` or `Lowered`, a `GraphDef`, a serialized one, or a function of no arguments.
+            graph: A function of `args` and `kwargs` (jitted or not, such as a train step) or,
+                without arguments, a `jax.stages.Traced` or `Lowered`, a `GraphDef`, a serialized
+                one, or a function of no arguments.
             args: Arguments of the function: arrays or `jax.ShapeDtypeStruct`s.
             global_step: The step of the event.
             kwargs: Its keyword arguments.
 
         Example:
             >>> import tempfile, jax.numpy as jnp, jstep.summary
+            >>> w, x = jnp.ones((3, 2)), jnp.ones((4, 3))
             >>> with jstep.summary.SummaryWriter(tempfile.mkdtemp()) as writer:
-            ...     writer.add_graph(lambda w, x: jnp.tanh(x @ w), jnp.ones((3, 2)), jnp.ones((4, 3)))
+            ...     writer.add_graph(lambda w, x: jnp.tanh(x @ w), w, x)
         """
         self._check_ready()
         step = as_step(global_step)
@@ -382,8 +411,8 @@ class SummaryWriter:
     def add_session_log(self, session_log: Any, global_step: Step | None = None) -> None:
         """Write the start or stop of a session, or a checkpoint at a step.
 
-        After a START at step N, TensorBoard drops the events of earlier sessions at steps ≥ N: a run resumed from step
-        N starts at N + 1. Write one at the first step, too.
+        After a START at step N, TensorBoard drops the events of earlier sessions at steps ≥ N: a
+        run resumed from step N starts at N + 1. Write one at the first step, too.
 
         Args:
             session_log: A `SessionLog` proto, or "START", "STOP" or "CHECKPOINT".
@@ -394,14 +423,20 @@ class SummaryWriter:
         if isinstance(session_log, str):
             session_log = proto("SessionLog")(status=session_log)
         elif not is_message(session_log, "SessionLog"):
-            raise TypeError(f"add_session_log: must be a SessionLog or its status, not {describe_type(session_log)}")
-        self._put({"session_log": proto("SessionLog").FromString(session_log.SerializeToString())}, step)
+            raise TypeError(
+                "add_session_log: must be a SessionLog or its status, not "
+                f"{describe_type(session_log)}"
+            )
+        self._put(
+            {"session_log": proto("SessionLog").FromString(session_log.SerializeToString())}, step
+        )
 
     def add_hparams(self, hparams: Mapping[str, Any]) -> None:
-        """Write hyperparameters for TensorBoard's HParams tab, which shows them beside the scalars of each run.
+        """Write hyperparameters, which TensorBoard's HParams tab shows beside each run's scalars.
 
         Args:
-            hparams: Name → bool, number or string. Nested mappings are flattened: `optimizer/learning_rate`.
+            hparams: Name → bool, number or string. Nested mappings are flattened:
+                `optimizer/learning_rate`.
 
         Example:
             >>> import tempfile, jstep.summary
@@ -451,7 +486,9 @@ class SummaryWriter:
 
     def _check_ready(self) -> None:
         if self._closed:
-            raise RuntimeError(f"the SummaryWriter of {self.logdir!r} is closed; open another one to continue")
+            raise RuntimeError(
+                f"the SummaryWriter of {self.logdir!r} is closed; open another one to continue"
+            )
         if self._worker is not None:
             self._worker.check()
 
@@ -464,11 +501,14 @@ def as_step(step: object) -> Any:
     if step is None:
         return None
     if is_traced(step):
-        raise TypeError("global_step is traced: the writer was called inside a function that JAX transforms")
+        raise TypeError(
+            "global_step is traced: the writer was called inside a function that JAX transforms"
+        )
     if isinstance(step, jax.Array | np.ndarray | np.generic):
         if not np.issubdtype(step.dtype, np.integer) or step.shape != ():
             raise TypeError(
-                f"global_step={format_value(step, 40)}: must be an integer scalar, got {describe_type(step)}"
+                f"global_step={format_value(step, 40)}: must be an integer scalar, got "
+                f"{describe_type(step)}"
             )
         return keep(step)
     return as_int(step, "global_step")
@@ -480,7 +520,9 @@ def as_serialized(x: Any, name: str) -> bytes:
         parse_message(bytes(x), name, method)
         return bytes(x)
     if not is_message(x, name):
-        hint = "; jstep.summary.scalar(tags, values) makes one of numbers" if isinstance(x, Mapping) else ""
+        hint = ""
+        if isinstance(x, Mapping):
+            hint = "; jstep.summary.scalar(tags, values) makes one of numbers"
         raise TypeError(f"{method}: must be of type {name}, not {describe_type(x)}{hint}")
     return x.SerializeToString()
 
@@ -542,7 +584,7 @@ def drain(writer: SummaryWriter) -> None:
 
 
 def sync_to_disk(writer: SummaryWriter) -> None:
-    """Flush the events that `drain` has waited for to the disk; errors are raised by the next call."""
+    """Flush the events that `drain` waited for to disk; errors are raised by the next call."""
     worker = writer._worker
     if worker is not None and not writer._closed:
         worker.sync()

@@ -1,4 +1,4 @@
-"""One optimizer update of the state, whether it was skipped, and the end of a step of several updates.
+"""One update of the state, whether it was skipped, and the end of a step of several updates.
 
 Only this module increments the global step.
 """
@@ -37,7 +37,13 @@ from jstep.optimizers.host_slots import TRANSFERS, Transfers, load_small_slots
 from jstep.optimizers.nested import INCREMENTS, StepInputs, call_update, inner_context, is_guarded
 from jstep.optimizers.updates import apply_in_order, moves
 from jstep.slots.indexed_slices import IndexedSlices, is_slices
-from jstep.slots.matching import IS_IDLE, NoGradientsError, as_slots, describe_difference, match_gradients
+from jstep.slots.matching import (
+    IS_IDLE,
+    NoGradientsError,
+    as_slots,
+    describe_difference,
+    match_gradients,
+)
 from jstep.slots.optax_transformations import as_optimizer
 from jstep.slots.roles import COUNTS, Role, Roles, roles_of
 from jstep.state.global_step import as_count, check_alive, later_step, replace_step, step_array
@@ -58,23 +64,28 @@ def apply_gradients(
     increment_global_step: bool = True,
     scaled: bool = False,
 ) -> TrainState:
-    """Return the state with params + updates, new slots and global_step + 1, without compiling or donating.
+    """Return the state with params + updates, new slots and global_step + 1.
+
+    This neither compiles nor donates.
 
     Args:
         state: The state before the update.
-        grads: A tree like `state.params`. A leaf is an array, an `IndexedSlices`, or None for a parameter that is not
-            updated. The gradient of a parameter that a `partition` freezes is ignored.
+        grads: A tree like `state.params`. A leaf is an array, an `IndexedSlices`, or None for a
+            parameter that is not updated. The gradient of a parameter that a `partition` freezes is
+            ignored.
         optimizer: The optimizer that the state was created with.
         context: Information about the step, for an optimizer with `takes_context`.
-        increment_global_step: Whether to increment `global_step`. Ages, and so bias corrections, count the update in
-            either case.
-        scaled: Whether the gradients are those of `loss * jstep.loss_scale(state)`, as an optimizer with
-            `dynamic_loss_scale` requires; that factor is 1 for any other.
+        increment_global_step: Whether to increment `global_step`. Ages, and so bias corrections,
+            count the update in either case.
+        scaled: Whether the gradients are those of `loss * jstep.loss_scale(state)`, as an optimizer
+            with `dynamic_loss_scale` requires; that factor is 1 for any other.
 
     Raises:
-        TypeError: A gradient is not floating point, `context` is not a `Context`, or the global step is not an integer.
-        ValueError: All gradients are None or of frozen parameters, structures or shapes do not match, the slots of
-            the state do not match the optimizer, or it has `dynamic_loss_scale` and scaled is False.
+        TypeError: A gradient is not floating point, `context` is not a `Context`, or the global
+            step is not an integer.
+        ValueError: All gradients are None or of frozen parameters, structures or shapes do not
+            match, the slots of the state do not match the optimizer, or it has `dynamic_loss_scale`
+            and scaled is False.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -93,37 +104,43 @@ def apply_gradients(
     if not scaled:
         _check_unscaled(state, optimizer)
     with meshes.internal_transfers():
-        result = apply_update(state, grads, optimizer, increment_global_step, context or EMPTY_CONTEXT)
+        result = apply_update(
+            state, grads, optimizer, increment_global_step, context or EMPTY_CONTEXT
+        )
         return move_model_state(result.state, result.roles)
 
 
 def _check_unscaled(state: TrainState, optimizer: OptimizerLike) -> None:
-    # Dividing by the scale what nobody multiplied by it makes updates 32768 times too small, which Adam hides.
+    # Dividing by the scale what nobody multiplied by it makes updates 32768 times too small, which
+    # Adam hides.
     roles = roles_of(as_optimizer("optimizer", optimizer), as_state(state).params)
     if guards.current_loss_scale(roles, state.slots) is not None:
         raise ValueError(
-            "scaled=False: must be True for an optimizer with dynamic_loss_scale, which divides the gradients by the "
-            "scale; differentiate loss * jstep.loss_scale(state), and call apply_gradients(…, scaled=True), or use "
-            "jstep.minimize, which does both"
+            "scaled=False: must be True for an optimizer with dynamic_loss_scale, which "
+            "divides the gradients by the scale; differentiate loss * jstep.loss_scale(state), "
+            "and call apply_gradients(…, scaled=True), or use jstep.minimize, which does both"
         )
 
 
 @shortens_tracebacks
 @meshes.supports_meshes("state")
-def increment_global_step(state: T, amount: Step = 1, *, optimizer: OptimizerLike | None = None) -> T:
-    """Return a new state with the global step incremented by `amount`; for a step itself, step + amount.
+def increment_global_step(
+    state: T, amount: Step = 1, *, optimizer: OptimizerLike | None = None
+) -> T:
+    """Return a new state with global_step incremented by `amount`; for a step, step + amount.
 
     Ages of slots are unchanged: no update was applied.
 
     Args:
         state: A state, any other object with a `global_step`, or a step itself (an integer scalar).
         amount: The number of steps.
-        optimizer: The optimizer of a state none of whose updates in this step increments the step: its averages with
-            `per_step=True` move, to the parameters of `state`.
+        optimizer: The optimizer of a state none of whose updates in this step increments the step:
+            its averages with `per_step=True` move, to the parameters of `state`.
 
     Raises:
-        ValueError: The state's global step is None, `amount` is negative, or the sum does not fit the dtype. A traced
-            step saturates at the largest value of the dtype instead. Or `amount` is not 1 and an optimizer is given.
+        ValueError: The state's global step is None, `amount` is negative, or the sum does not fit
+            the dtype. A traced step saturates at the largest value of the dtype instead. Or
+            `amount` is not 1 and an optimizer is given.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -132,7 +149,9 @@ def increment_global_step(state: T, amount: Step = 1, *, optimizer: OptimizerLik
         >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
         >>> for _ in range(4):
         ...     gradients = {"w": jnp.float32(-1.0)}
-        ...     state = jstep.apply_gradients(state, gradients, optimizer, increment_global_step=False)
+        ...     state = jstep.apply_gradients(
+        ...         state, gradients, optimizer, increment_global_step=False
+        ...     )
         >>> state = jstep.increment_global_step(state, optimizer=optimizer)
         >>> print(state.global_step, state.params["w"], jstep.averaged_params(state)["w"])
         1 4.0 2.0
@@ -143,7 +162,9 @@ def increment_global_step(state: T, amount: Step = 1, *, optimizer: OptimizerLik
     if optimizer is None:
         return cast(T, replace_step(state, step, later_step(step, steps)))
     if trees.is_traced(amount) or amount != 1:
-        raise ValueError(f"amount={amount}: must be 1 with an optimizer, whose averages move once a step")
+        raise ValueError(
+            f"amount={amount}: must be 1 with an optimizer, whose averages move once a step"
+        )
     train_state = as_state(state)
     no_gradients = jax.tree.map(lambda leaf: None, train_state.params)
     with meshes.internal_transfers():
@@ -179,20 +200,29 @@ def _apply(
     optimizer: OptimizerLike,
     context: Context,
 ) -> UpdateResult:
-    """Call `update(state, grads, optimizer, context)` on the state, wherever its slots and shards are."""
+    """Call `update(state, grads, optimizer, context)` wherever the state's slots and shards are."""
     optimizer = as_optimizer("optimizer", optimizer)
     check_alive(as_state(state))
     placement.check_no_shapes((state, grads), "state and gradients")
-    evaluate = context.value_and_grad and meshes.leaving_auto_axes(context.value_and_grad, state.params)
+    evaluate = context.value_and_grad and meshes.leaving_auto_axes(
+        context.value_and_grad, state.params
+    )
     slots, limit = load_small_slots(state)
 
-    def update_on_auto_axes(state: TrainState, grads: Updates, step_context: Context) -> UpdateResult:
-        # Always 1, which XLA must not know: otherwise it inlines the loops of transfers and loses their order.
-        transfers = None if limit is None else Transfers(limit, jnp.where(step_array(state) >= 0, 1, 0))
+    def update_on_auto_axes(
+        state: TrainState, grads: Updates, step_context: Context
+    ) -> UpdateResult:
+        # Always 1, which XLA must not know: otherwise it inlines the loops of transfers and loses
+        # their order.
+        transfers = (
+            None if limit is None else Transfers(limit, jnp.where(step_array(state) >= 0, 1, 0))
+        )
         with setting(TRANSFERS, transfers):
             result = update(state, grads, optimizer, step_context._replace(value_and_grad=evaluate))
         shown = moves(state.params, result.updates)  # as added to the parameters
-        params, slots = apply_in_order(state.params, result.updates, result.slots, result.roles.in_order)
+        params, slots = apply_in_order(
+            state.params, result.updates, result.slots, result.roles.in_order
+        )
         new = result.state.replace(params=params, slots={**state.slots, **slots})
         return result._replace(state=new, updates=shown, slots=slots)
 
@@ -200,7 +230,9 @@ def _apply(
     with setting(placement.LAYOUTS, parameter_layouts(state)):
         loaded_state = state.replace(slots=slots)
         context = context._replace(value_and_grad=None)
-        result = meshes.call_on_auto_axes(update_on_auto_axes, loaded_state, grads, context, specs_of=specs_of)
+        result = meshes.call_on_auto_axes(
+            update_on_auto_axes, loaded_state, grads, context, specs_of=specs_of
+        )
     return result._replace(state=jax.tree.map(placement.place_like_old, result.state, state))
 
 
@@ -208,7 +240,8 @@ def _update(
     state: TrainState, grads: Updates, optimizer: Optimizer, context: Context, *, increment: bool
 ) -> UpdateResult:
     step = step_array(state)
-    matched = match_gradients(grads, state.params)  # here, because perhaps no element of a chain checks them
+    # Gradients are checked here, because perhaps no element of a chain checks them.
+    matched = match_gradients(grads, state.params)
     old_slots = _slots_of_optimizers(state)
     roles = roles_of(optimizer, state.params)
     # Both raise if their wrapper is inside of others.
@@ -225,7 +258,9 @@ def _update(
     inputs = StepInputs(state.params, step, context)
     try:
         with setting(INCREMENTS, increment):
-            updates, slots = call_update(optimizer, grads, old_slots | _marks(old_slots, roles), inputs, exact=True)
+            updates, slots = call_update(
+                optimizer, grads, old_slots | _marks(old_slots, roles), inputs, exact=True
+            )
     except Exception as error:
         explain_missing_gradients(error, state.params, matched)
         raise
@@ -233,17 +268,27 @@ def _update(
     skipped_by = {name: slots[name] == guards.SKIPPED_MARK for name in guarding}
     slots |= {name: guards.last_finite_step(old_slots[name], slots[name]) for name in guarding}
     if not increment:
-        # An age is global_step − start_step: an update at the same step makes it larger by one, and none leaves it.
-        slots |= {name: jax.tree.map(lambda slot: slot - 1, slots[name]) for name in roles.names_with(*COUNTS)}
-        slots |= {name: jnp.minimum(slots[name], jnp.asarray(step).astype(slots[name].dtype)) for name in guarding}
-    new = state.replace(slots={**state.slots, **slots}, global_step=later_step(step) if increment else step)
+        # An age is global_step − start_step: an update at the same step makes it larger by one, and
+        # none leaves it.
+        slots |= {
+            name: jax.tree.map(lambda slot: slot - 1, slots[name])
+            for name in roles.names_with(*COUNTS)
+        }
+        slots |= {
+            name: jnp.minimum(slots[name], jnp.asarray(step).astype(slots[name].dtype))
+            for name in guarding
+        }
+    new = state.replace(
+        slots={**state.slots, **slots}, global_step=later_step(step) if increment else step
+    )
     return UpdateResult(new, updates, slots, roles, skipped_by)
 
 
 def _slots_of_optimizers(state: TrainState) -> Slots:
     if not isinstance(state.slots, Mapping):
         raise TypeError(
-            f"state: its slots must be a dict, got {describe_type(state.slots)}; make them with TrainState.create"
+            f"state: its slots must be a dict, got {describe_type(state.slots)}; "
+            "make them with TrainState.create"
         )
     return {name: tree for name, tree in state.slots.items() if not is_model_state(name)}
 
@@ -259,7 +304,9 @@ def _marks(slots: Slots, roles: Roles) -> Slots:
     return marks
 
 
-def _end_step(state: TrainState, no_gradients: Updates, optimizer: Optimizer, context: Context) -> UpdateResult:
+def _end_step(
+    state: TrainState, no_gradients: Updates, optimizer: Optimizer, context: Context
+) -> UpdateResult:
     """Move what moves once a step, and increment the step."""
     step = step_array(state)
     old_slots = _slots_of_optimizers(state)
@@ -267,7 +314,9 @@ def _end_step(state: TrainState, no_gradients: Updates, optimizer: Optimizer, co
     note_end()
     inputs = StepInputs(state.params, step, context)
     with setting(INCREMENTS, True), setting(IS_IDLE, True):
-        _, new_slots = call_update(optimizer, no_gradients, old_slots | _marks(old_slots, roles), inputs)
+        _, new_slots = call_update(
+            optimizer, no_gradients, old_slots | _marks(old_slots, roles), inputs
+        )
     _check_slots(old_slots, new_slots)
     names = {*roles.per_step, *map(roles.halves.get, roles.per_step)}
     moved = {name: slot for name, slot in new_slots.items() if name in names}
@@ -281,29 +330,39 @@ def _check_slots(old: Slots, new: Slots) -> None:
     different = describe_difference(new, old)
     is_same = trees.structure(new) == trees.structure(old)
     if is_same and different:
-        raise TypeError(f"the optimizer must keep the shapes and dtypes of its slots, it returned slots {different}")
+        raise TypeError(
+            "the optimizer must keep the shapes and dtypes of its slots, "
+            f"it returned slots {different}"
+        )
     if not is_same:
         raise ValueError(
-            f"the optimizer's slots are not those of the state: it returned a tree {different or 'of others'}; use "
-            "the optimizer that the state was created with"
+            "the optimizer's slots are not those of the state: it returned a tree "
+            f"{different or 'of others'}; use the optimizer that the state was created with"
         )
 
 
 def check_fits(optimizer: Optimizer, state: TrainState) -> None:
-    """Reject an optimizer whose slots are not those of a state, as an update would; the state may consist of shapes.
+    """Reject an optimizer whose slots are not those of a state, as an update would.
+
+    The state may consist of shapes.
 
     Raises:
         TypeError: Its update returns slots of other shapes or dtypes.
-        ValueError: The state lacks some of its slots, or its update returns none of those that the state has.
+        ValueError: The state lacks some of its slots, or its update returns none of those that the
+            state has.
     """
     old_slots = _slots_of_optimizers(as_state(state))
     as_slots(roles_of(optimizer, state.params), old_slots)
 
     def update(params: Params, slots: Slots, step: Array) -> Slots:
         roles = roles_of(optimizer, params)
-        gradients = jax.tree.map(lambda p: jnp.ones_like(p) if trees.is_trainable(p) else None, params)
+        gradients = jax.tree.map(
+            lambda p: jnp.ones_like(p) if trees.is_trainable(p) else None, params
+        )
         loss = jnp.zeros((), jnp.float32)
-        context = Context(loss, lambda params: (loss, gradients), jax.random.key(0), GradientNoise(loss, loss))
+        context = Context(
+            loss, lambda params: (loss, gradients), jax.random.key(0), GradientNoise(loss, loss)
+        )
         inputs = StepInputs(params, step, context)
         trained = drop_frozen(optimizer, params, gradients)
         return call_update(optimizer, trained, slots | _marks(slots, roles), inputs, exact=True)[1]
@@ -318,9 +377,9 @@ def check_fits(optimizer: Optimizer, state: TrainState) -> None:
 
 
 def parameter_layouts(state: TrainState) -> placement.Layouts:
-    """Map the path of each parameter on a mesh to its own sharding or the finest sharding of its slots."""
-    # Under ZeRO-1, parameters are replicated and slots are sharded, and so are the values computed from them. Inside
-    # `jax.shard_map`, a device sees only its own shard.
+    """Map the path of each parameter on a mesh to its sharding, or the finest one of its slots."""
+    # Under ZeRO-1, parameters are replicated and slots are sharded, and so are the values computed
+    # from them. Inside `jax.shard_map`, a device sees only its own shard.
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         return {}
     leaves, treedef = trees.flatten(state)
@@ -330,20 +389,30 @@ def parameter_layouts(state: TrainState) -> placement.Layouts:
     indices = treedef.unflatten(range(len(leaves)))
     layouts: dict[str, NamedSharding] = {}
     params = trees.leaves_with_paths(state.params)
-    like_params = [indices.slots[name] for name, tree in state.slots.items() if trees.is_like(state.params, tree)]
+    like_params = [
+        indices.slots[name]
+        for name, tree in state.slots.items()
+        if trees.is_like(state.params, tree)
+    ]
     for tree in (indices.params, *like_params):
         tree_indices = trees.flatten_like(state.params, tree, "slots")
         for (path, param), index in zip(params, tree_indices, strict=True):
             sharding = None if index is None else shardings[index]
             if sharding is None or leaves[index].shape != param.shape:
                 continue
-            if path not in layouts or placement.part_count(sharding) > placement.part_count(layouts[path]):
+            old = layouts.get(path)
+            if old is None or placement.part_count(sharding) > placement.part_count(old):
                 layouts[path] = sharding
     return layouts
 
 
-def skip_metrics(result: UpdateResult, old: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
-    """Return whether each guard skipped the update of the old state, and `skipped` overall; empty without guards."""
+def skip_metrics(
+    result: UpdateResult, old: TrainState, grads: Updates, optimizer: Optimizer
+) -> dict[str, Array]:
+    """Return whether each guard skipped the update of the old state, and `skipped` overall.
+
+    The result is empty without guards.
+    """
     skips = {_metric_name(name): value for name, value in result.skipped_by.items()}
     if guards.current_loss_scale(result.roles, old.slots) is not None:
         unscalable = ~guards.all_finite(grads, old.params)
@@ -364,7 +433,10 @@ def _metric_name(slot: str) -> str:
 
 def _became_nonfinite(updates: Updates, old_slots: Slots, new_slots: Slots, roles: Roles) -> Array:
     """Whether an update is not finite, or made a finite value of a slot not finite."""
-    values = [u.values if isinstance(u, IndexedSlices) else u for u in jax.tree.leaves(updates, is_leaf=is_slices)]
+    values = [
+        u.values if isinstance(u, IndexedSlices) else u
+        for u in jax.tree.leaves(updates, is_leaf=is_slices)
+    ]
     bad = [jnp.any(~jnp.isfinite(u)) for u in values]
     for name in new_slots:
         if name in roles and roles.has_one_value(name):

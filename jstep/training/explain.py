@@ -17,27 +17,36 @@ from jstep.state.train_state import MODEL_STATE, TrainState
 from jstep.training.watched_updates import watch_updates
 
 _USE_ONE_MESH = (
-    "The state and the batch, or arrays that the loss closes over, are on different devices or on different meshes. Put"
-    " all of them on one mesh object: jstep.shard_state(state, mesh), jstep.shard_batch(batch, mesh)."
+    "The state and the batch, or arrays that the loss closes over, "
+    "are on different devices or on different meshes. Put all of them on one mesh object: "
+    "jstep.shard_state(state, mesh), jstep.shard_batch(batch, mesh)."
 )
 _DEVICE_ERRORS = re.compile(r"incompatible devices|device assignment|mesh.*should match")
 """The pattern of JAX's errors about devices and meshes."""
 
 _A_LIST = (
-    "the batch is a list, which is one argument; a tuple is several: give (x, y). With torch's DataLoader pass "
-    "collate_fn=lambda rows: tuple(default_collate(rows)); map(tuple, loader) would lose the loader's position"
+    "the batch is a list, which is one argument; a tuple is several: give (x, y). "
+    "With torch's DataLoader pass collate_fn=lambda rows: tuple(default_collate(rows)); "
+    "map(tuple, loader) would lose the loader's position"
 )
 _OTHER_ARGUMENTS = re.compile(
-    r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)|takes \d+ positional arguments? but \d+ "
+    r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)"
+    r"|takes \d+ positional arguments? but \d+ "
 )
 _CALLED = re.compile(r"'(\w+)' object is not callable")
 _NOT_ACCEPTED = re.compile(r"unexpected keyword argument '(rng|averages|model_state)'")
-_PASSED_WITH = {"rng": "rng=key", "averages": "use_averages=True", "model_state": "has_model_state=True"}
+_PASSED_WITH = {
+    "rng": "rng=key",
+    "averages": "use_averages=True",
+    "model_state": "has_model_state=True",
+}
 """Arguments of a loss → the argument of `minimize` that passes them."""
 
 
-def explain_arguments(error: BaseException, args: Sequence[Any], state: Tree, *, has_model_state: bool = True) -> None:
-    """Note on an error of a loss or a step that its arguments are others than it expects, if they seem to be."""
+def explain_arguments(
+    error: BaseException, args: Sequence[Any], state: Tree, *, has_model_state: bool = True
+) -> None:
+    """Note on an error of a loss or a step that its arguments seem to be others than it expects."""
     if not isinstance(error, TypeError | AttributeError):
         return
     lacks_model_state = not has_model_state and MODEL_STATE in getattr(state, "slots", ())
@@ -48,17 +57,19 @@ def explain_arguments(error: BaseException, args: Sequence[Any], state: Tree, *,
 
 
 def _hint_at_model(message: str, params: Params) -> str:
-    """Say how a loss calls the model, if it called its parameters; empty if it called something else."""
+    """Say how a loss calls the model, if it called its parameters; say nothing otherwise."""
     match = _CALLED.search(message)
     if match is None or match[1] != type(params).__name__:
         return ""
     if type(params).__module__.startswith("flax.nnx"):
         return (
-            "a loss gets the parameters, an nnx.State, not the model: with graphdef, params = nnx.split(model), write "
+            "a loss gets the parameters, an nnx.State, not the model: "
+            "with graphdef, params = nnx.split(model), write "
             "model = nnx.merge(graphdef, params) in loss_fn(params, *batch) (see docs/from/flax.md)"
         )
     return (
-        f"a loss gets the parameters, a {match[1]}, not the model: call the model with them, such as "
+        f"a loss gets the parameters, a {match[1]}, not the model: "
+        "call the model with them, such as "
         'model.apply({"params": params}, x) of Flax Linen'
     )
 
@@ -70,15 +81,23 @@ def _hint_at_arguments(message: str, args: Sequence[Any], *, lacks_model_state: 
     unexpected = _NOT_ACCEPTED.search(message)
     if unexpected is not None:
         name = unexpected[1]
-        return f"minimize(…, {_PASSED_WITH[name]}) passes it by name: def loss_fn(params, *batch, {name})"
-    missing = [name for name in _PASSED_WITH if match is not None and f"'{name}'" in (match[1] or "")]
+        return (
+            f"minimize(…, {_PASSED_WITH[name]}) passes it by name: "
+            f"def loss_fn(params, *batch, {name})"
+        )
+    missing = [
+        name for name in _PASSED_WITH if match is not None and f"'{name}'" in (match[1] or "")
+    ]
     if missing:
         options = ", ".join(_PASSED_WITH[name] for name in missing)
         return f"a loss gets {' and '.join(missing)} with minimize(…, {options})"
     if len(args) != 1:
         if match is None:
             return ""
-        return f"the batch is a tuple, passed as {len(args)} arguments; a dict or a list is passed as one"
+        return (
+            f"the batch is a tuple, passed as {len(args)} arguments; "
+            "a dict or a list is passed as one"
+        )
     (batch,) = args
     if isinstance(batch, list):
         return _A_LIST
@@ -86,7 +105,9 @@ def _hint_at_arguments(message: str, args: Sequence[Any], *, lacks_model_state: 
         return "the batch is None; a function of the step must return the batch"
     if match is None:
         return ""
-    return f"the batch is {describe_type(batch)}, which is one argument; a tuple is passed as several"
+    return (
+        f"the batch is {describe_type(batch)}, which is one argument; a tuple is passed as several"
+    )
 
 
 def call_custom_step(step: Callable[..., Any], state: Tree, *args: Any) -> Any:
@@ -97,7 +118,8 @@ def call_custom_step(step: Callable[..., Any], state: Tree, *args: Any) -> Any:
     except Exception as error:
         frames = error.__traceback__
         # Flax has its own TypeErrors.
-        may_be_loss = "TypeError" in type(error).__name__ or isinstance(error, AttributeError | ValueError)
+        is_type_error = "TypeError" in type(error).__name__
+        may_be_loss = is_type_error or isinstance(error, AttributeError | ValueError)
         is_loss = may_be_loss and _is_loss(step, state, args)
         # `_is_loss` may have raised the same object again, which has added its frames.
         BaseException.with_traceback(error, frames)
@@ -105,8 +127,8 @@ def call_custom_step(step: Callable[..., Any], state: Tree, *args: Any) -> Any:
             name = getattr(step, "__name__", "")
             name = name if name.isidentifier() else "loss_fn"
             raise TypeError(
-                f"train_step={name}: must be a step (state, *args) -> (state, metrics), got a loss, a function of the "
-                f"parameters; its step is jstep.minimize({name}, optimizer)"
+                f"train_step={name}: must be a step (state, *args) -> (state, metrics), got a "
+                f"loss, a function of the parameters; its step is jstep.minimize({name}, optimizer)"
             ) from error
         explain_arguments(error, args, state)
         raise
@@ -125,12 +147,15 @@ def _is_loss(fn: Callable[..., Any], state: Tree, args: tuple[Any, ...]) -> bool
 
 def explain_missing_gradients(error: Exception, params: Params, gradients: Sequence[Any]) -> None:
     leaves = zip(trees.leaves_with_paths(params), gradients, strict=True)
-    missing = [path for (path, leaf), gradient in leaves if gradient is None and trees.is_trainable(leaf)]
+    missing = [
+        path for (path, leaf), gradient in leaves if gradient is None and trees.is_trainable(leaf)
+    ]
     if missing and "None" in str(error) and not isinstance(error, NoGradientsError):
         note(
             error,
-            f"jstep: the gradients of {missing[:5]} are None, because the loss does not depend on them or var_list "
-            "leaves them out; return the update None for them, as jstep.leafwise does, or with jstep.map_gradients",
+            f"jstep: the gradients of {missing[:5]} are None, "
+            "because the loss does not depend on them or var_list leaves them out; "
+            "return the update None for them, as jstep.leafwise does, or with jstep.map_gradients",
         )
 
 
@@ -165,8 +190,8 @@ def note_other_devices(error: BaseException) -> None:
 def check_will_not_crash(state: Tree, args: Any, *, is_known: bool, donates: bool) -> None:
     """Reject states that JAX reports on one device, but that crash the process on a mesh.
 
-    `is_known`: a step returned the state, so its leaves share no buffers. Then only an array that is passed twice has
-    to be looked for, which is quick: this comes before each call on a mesh.
+    `is_known`: a step returned the state, so its leaves share no buffers. Then only an array that
+    is passed twice has to be looked for, which is quick: this comes before each call on a mesh.
     """
     check_alive(state)
     if not donates:
@@ -186,20 +211,27 @@ def check_no_shared_buffers(state: Tree, args: Any, cause: BaseException | None 
         buffer = _buffer(leaf)
         if buffer is not None and seen.setdefault(buffer, path) != path:
             raise ValueError(
-                f"state: {seen[buffer]!r} and {path!r} share one buffer, which cannot be donated twice; copy one"
+                f"state: {seen[buffer]!r} and {path!r} share one buffer, "
+                "which cannot be donated twice; copy one"
             ) from cause
     for path, leaf in trees.leaves_with_paths(args):
         buffer = _buffer(leaf)
         if buffer in seen:
             raise ValueError(
-                f"state: {seen[buffer]!r} and the step's argument {path!r} share one buffer, which a compiled step "
-                "cannot both donate and read; pass a copy (jnp.copy), or create the step with donate=False"
+                f"state: {seen[buffer]!r} and the step's argument {path!r} share one buffer, "
+                "which a compiled step cannot both donate and read; pass a copy (jnp.copy), "
+                "or create the step with donate=False"
             ) from cause
 
 
 def _buffer(leaf: Any) -> Any:
     """Return an identifier of the memory of an array; None if it has none on this process."""
-    if not isinstance(leaf, jax.Array) or trees.is_traced(leaf) or leaf.is_deleted() or not leaf.size:
+    if (
+        not isinstance(leaf, jax.Array)
+        or trees.is_traced(leaf)
+        or leaf.is_deleted()
+        or not leaf.size
+    ):
         return None
     leaf = trees.key_data(leaf)
     if not leaf.sharding.addressable_devices:

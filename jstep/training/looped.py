@@ -24,12 +24,16 @@ _M = TypeVar("_M")
 
 
 @overload
-def scan_steps(train_step: TrainStep, length: int | None = None, unroll: Unroll = None) -> TrainStep: ...
+def scan_steps(
+    train_step: TrainStep, length: int | None = None, unroll: Unroll = None
+) -> TrainStep: ...
 
 
 @overload
 def scan_steps(
-    train_step: Callable[Concatenate[_S, ...], tuple[Any, _M]], length: int | None = None, unroll: Unroll = None
+    train_step: Callable[Concatenate[_S, ...], tuple[Any, _M]],
+    length: int | None = None,
+    unroll: Unroll = None,
 ) -> Callable[Concatenate[_S, ...], tuple[_S, _M]]: ...
 
 
@@ -37,17 +41,18 @@ def scan_steps(
 def scan_steps(
     train_step: Callable[..., tuple[Any, Any]], length: int | None = None, unroll: Unroll = None
 ) -> Callable[..., tuple[Any, Any]]:
-    """Return a function that runs K steps in one call: `f(state, *stacked) -> (state, stacked metrics)`.
+    """Return a function of K steps in one call: `f(state, *stacked) -> (state, stacked metrics)`.
 
     Args:
         train_step: A step of `minimize`, or any function `(state, *args) -> (state, metrics)`.
         length: K, required if train_step takes no args.
-        unroll: Number of steps per iteration of the compiled loop, as in `jax.lax.scan`; True to unroll it entirely.
-            None means 1, or K if an operation is slow inside a loop, as convolutions on a CPU.
+        unroll: Number of steps per iteration of the compiled loop, as in `jax.lax.scan`; True to
+            unroll it entirely. None means 1, or K if an operation is slow inside a loop, as
+            convolutions on a CPU.
 
     Returns:
-        A function whose args and metrics are stacked on a leading axis of size K. It is compiled, and donates the
-        state, if train_step is and does.
+        A function whose args and metrics are stacked on a leading axis of size K. It is compiled,
+        and donates the state, if train_step is and does.
 
     Raises:
         ValueError: The leading axes of the args differ, are missing, or are empty.
@@ -66,7 +71,9 @@ def scan_steps(
     unroll = as_unroll(unroll)
     step = as_pure_step(train_step)
 
-    def body(state: TrainState, stacked: tuple[Any, ...], batch_specs: Tree) -> tuple[TrainState, StepMetrics]:
+    def body(
+        state: TrainState, stacked: tuple[Any, ...], batch_specs: Tree
+    ) -> tuple[TrainState, StepMetrics]:
         k = _leading_size(stacked, length)
         batch_specs = jax.tree.map(drop_step_axis, batch_specs)
 
@@ -79,7 +86,9 @@ def scan_steps(
     scanned = dataclasses.replace(
         step, body=body, name=f"{step.__name__}s", title="", leading_axes=step.leading_axes + 1
     )
-    return TrainStep(scanned, donate=train_step.donate) if isinstance(train_step, TrainStep) else scanned
+    if isinstance(train_step, TrainStep):
+        return TrainStep(scanned, donate=train_step.donate)
+    return scanned
 
 
 def drop_step_axis(sharding: object) -> Any:
@@ -92,10 +101,17 @@ def _leading_size(stacked: object, length: int | None) -> int:
     sizes = trees.leading_sizes(stacked)
     if length is not None:
         sizes = sizes | {length: f"length={length}"}
-    scalars = [f"none at {path!r}" for path, leaf in trees.leaves_with_paths(stacked) if not np.ndim(leaf)]
+    scalars = [
+        f"none at {path!r}" for path, leaf in trees.leaves_with_paths(stacked) if not np.ndim(leaf)
+    ]
     if len(sizes) != 1 or 0 in sizes or scalars:
-        got = ", ".join([*sizes.values(), *scalars]) or "no arguments: give scan_steps(train_step, length=K)"
-        raise ValueError(f"scan_steps: all arguments must have a leading axis of K steps, got {got}; stack K values")
+        got = ", ".join([*sizes.values(), *scalars]) or (
+            "no arguments: give scan_steps(train_step, length=K)"
+        )
+        raise ValueError(
+            "scan_steps: all arguments must have a leading axis of K steps, "
+            f"got {got}; stack K values"
+        )
     return next(iter(sizes))
 
 
@@ -103,7 +119,7 @@ def _leading_size(stacked: object, length: int | None) -> int:
 
 
 class TracedStep(NamedTuple):
-    """The trace of one step; `out` is the structure of its results, `computed` the types of its metrics."""
+    """The trace of a step; `out` is the structure of its results, `computed` its metrics' types."""
 
     jaxpr: Any
     out: Any
@@ -117,26 +133,34 @@ class TracedStep(NamedTuple):
 
 
 class LoopedStep(TrainStep):
-    """A compiled program of 1 to K steps: `state, metrics, sums = call_step(looped, state, (n, sums, *stacked))`.
+    """A compiled program of 1 to K steps.
 
-    It runs the first n of K steps, so that results do not depend on the division into calls. The metrics are from the
-    last step; the numbers of all steps are added to the sums.
+    `state, metrics, sums = call_step(looped, state, (n, sums, *stacked))` runs the first n of K
+    steps, so that results do not depend on the division into calls. The metrics are from the last
+    step; the numbers of all steps are added to the sums.
 
     Args:
         max_steps: K; None for the arguments of a single step, not stacked.
-        accumulate: Returns an object with `row(metrics)`, the numbers of one step, and `add(sums, rows, count)`.
+        accumulate: Returns an object with `row(metrics)`, the numbers of one step, and
+            `add(sums, rows, count)`.
     """
 
     _returns_sums = True
 
     def __init__(
-        self, step: Callable[..., Any], max_steps: int | None, accumulate: Callable[[TracedStep], Any]
+        self,
+        step: Callable[..., Any],
+        max_steps: int | None,
+        accumulate: Callable[[TracedStep], Any],
     ) -> None:
         single = as_pure_step(step)
         # Donates only if the step does: a plain function is not expected to donate the state.
         donate = isinstance(step, TrainStep) and step.donate
         looped = PureStep(
-            self._body, name=f"{single.__name__}s", depends_on_rows=single.depends_on_rows, lanes=single.lanes
+            self._body,
+            name=f"{single.__name__}s",
+            depends_on_rows=single.depends_on_rows,
+            lanes=single.lanes,
         )
         super().__init__(looped, donate=donate)
         self._one = step if isinstance(step, TrainStep) else TrainStep(single, donate=False)
@@ -153,13 +177,16 @@ class LoopedStep(TrainStep):
         self._traced[_key(state, args)] = step
         return step
 
-    def _body(self, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, StepMetrics, Any]:
+    def _body(
+        self, state: Tree, args: tuple[Any, ...], batch_specs: Tree
+    ) -> tuple[Any, StepMetrics, Any]:
         num_steps, sums, *stacked = args
         if self.max_steps is None:
             stacked = jax.tree.map(_pad_row, stacked)
         row = tuple(jax.tree.map(first_row, stacked))
-        # `prepare` has traced the step for the first state of a run, to know its metrics. A later state may be on a
-        # mesh although that one was not: then the step is traced here, within the trace of the program.
+        # `prepare` has traced the step for the first state of a run, to know its metrics. A later
+        # state may be on a mesh although that one was not: then the step is traced here, within the
+        # trace of the program.
         traced = self._traced.get(_key(state, row)) or self._trace(state, row, batch_specs)
         accumulator = self.accumulate(traced)
         jaxpr = traced.jaxpr
@@ -171,14 +198,21 @@ class LoopedStep(TrainStep):
             state, (computed, _) = jax.tree.unflatten(traced.out, values)
             # Reading the numbers must not change how XLA compiles the step.
             row = accumulator.row(jax.lax.optimization_barrier(computed))
-            rows = jax.tree.map(lambda rows, x: jax.lax.dynamic_update_index_in_dim(rows, x, i, 0), rows, row)
+            rows = jax.tree.map(
+                lambda rows, x: jax.lax.dynamic_update_index_in_dim(rows, x, i, 0), rows, row
+            )
             return state, computed, rows
 
         zero_metrics = jax.tree.map(_zeros, traced.computed)
         row_shapes = jax.eval_shape(accumulator.row, zero_metrics)
-        rows = jax.tree.map(lambda x: jnp.zeros((self.max_steps or 1, *x.shape), x.dtype), row_shapes)
-        state, computed, rows = jax.lax.fori_loop(np.int32(0), num_steps, one_step, (state, zero_metrics, rows))
-        return state, StepMetrics(computed, traced.constants), accumulator.add(sums, rows, num_steps)
+        rows = jax.tree.map(
+            lambda x: jnp.zeros((self.max_steps or 1, *x.shape), x.dtype), row_shapes
+        )
+        state, computed, rows = jax.lax.fori_loop(
+            np.int32(0), num_steps, one_step, (state, zero_metrics, rows)
+        )
+        sums = accumulator.add(sums, rows, num_steps)
+        return state, StepMetrics(computed, traced.constants), sums
 
     def _trace(self, state: Tree, row: tuple[Any, ...], batch_specs: Tree) -> TracedStep:
         """Trace one step for a state that `prepare` has not seen."""
@@ -186,18 +220,23 @@ class LoopedStep(TrainStep):
         if self.max_steps is not None:
             specs = jax.tree.map(drop_step_axis, specs)
         body = as_pure_step(self._one).body
-        jaxpr, shapes = jax.make_jaxpr(lambda state, args: body(state, args, specs), return_shape=True)(state, row)
+        trace = jax.make_jaxpr(lambda state, args: body(state, args, specs), return_shape=True)
+        jaxpr, shapes = trace(state, row)
         return _traced_step(jaxpr, jax.tree.structure(shapes))
 
 
-def loop_step(step: Callable[..., Any], max_steps: int | None, accumulate: Callable[[TracedStep], Any]) -> LoopedStep:
-    """Return the `LoopedStep` of a step, the same one for the same arguments: it is compiled only once."""
-    # Stored on the step, so that both are freed together. A decorator copies the step's attributes, hence the check.
+def loop_step(
+    step: Callable[..., Any], max_steps: int | None, accumulate: Callable[[TracedStep], Any]
+) -> LoopedStep:
+    """Return a step's `LoopedStep`, the same one for the same arguments: it is compiled once."""
+    # Stored on the step, so that both are freed together. A decorator copies the step's attributes,
+    # hence the check.
     loops: dict[Any, LoopedStep]
     owner, loops = getattr(step, "_jstep_looped", (None, {}))
     if owner is not step:
         loops = {}
-        with contextlib.suppress(AttributeError, TypeError):  # a bound method, a frozen or slotted object
+        with contextlib.suppress(AttributeError, TypeError):
+            # This fails for a bound method, and for a frozen or slotted object.
             step._jstep_looped = (step, loops)  # type: ignore[attr-defined]
     if (max_steps, accumulate) not in loops:
         loops[max_steps, accumulate] = LoopedStep(step, max_steps, accumulate)
@@ -217,7 +256,8 @@ def _traced_step(jaxpr: Any, out: Any) -> TracedStep:
 
 def _pad_row(x: object) -> Any:
     """Stack a row with another one, which is not used."""
-    # XLA compiles a loop over a single row differently from a loop over several: it would move work out of the loop.
+    # XLA compiles a loop over a single row differently from a loop over several: it would move work
+    # out of the loop.
     x = jnp.asarray(x)
     return jnp.stack([x, _zeros(jax.typeof(x))])
 
@@ -230,7 +270,7 @@ def _take_row(x: object, i: object) -> Any:
 
 
 def _key(state: Tree, args: tuple[Any, ...]) -> Any:
-    """Return what a trace of a step depends on: structure, shapes, dtypes, and axes of an Explicit mesh."""
+    """Return what a step's trace depends on: structure, shapes, dtypes, axes of Explicit meshes."""
     shapes: list[Any] = []
     for leaf in jax.tree.leaves((state, args)):
         shape = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
@@ -248,4 +288,5 @@ def _explicit_dims(shape: Any) -> tuple[Any, ...] | None:
 
 
 def _zeros(aval: Any) -> Any:
-    return jax.lax.full(aval.shape, 0, aval.dtype, sharding=None if aval.sharding.mesh.empty else aval.sharding)
+    sharding = None if aval.sharding.mesh.empty else aval.sharding
+    return jax.lax.full(aval.shape, 0, aval.dtype, sharding=sharding)

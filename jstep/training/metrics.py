@@ -27,8 +27,9 @@ Metrics: TypeAlias = Mapping[str, Any]
 LOSS = "loss"
 GRAD_NORM = "grad_norm"
 
-# An output of a compiled program costs some 2 µs per call on a CPU, so constants are not outputs. They are a static
-# result of the trace, in the tree structure of its return value, which JAX keeps with the compiled program.
+# An output of a compiled program costs some 2 µs per call on a CPU, so constants are not outputs.
+# They are a static result of the trace, in the tree structure of its return value, which JAX keeps
+# with the compiled program.
 
 
 @jax.tree_util.register_static
@@ -52,7 +53,10 @@ class Constants:
         self.values = {name: value for name, value in self.all.items() if name in once}
         self.skipped = skipped
         self.has_ratios = has_ratios
-        contents = [(name, str(value.dtype), value.shape, value.tobytes()) for name, value in self.all.items()]
+        contents = [
+            (name, str(value.dtype), value.shape, value.tobytes())
+            for name, value in self.all.items()
+        ]
         self._key = (skipped, has_ratios, *self.values, *contents)
 
     def __eq__(self, other: object) -> bool:
@@ -62,12 +66,17 @@ class Constants:
         return hash(self._key)
 
     def repeated(self, k: int) -> "Constants":
-        stacked = {name: np.broadcast_to(value, (k, *value.shape)) for name, value in self.all.items()}
+        stacked = {
+            name: np.broadcast_to(value, (k, *value.shape)) for name, value in self.all.items()
+        }
         return Constants(stacked, self.skipped, self.values, self.has_ratios)
 
 
 class StepMetrics(NamedTuple):
-    """The metrics of a step, as its program returns them; `computed` is a flat dict, if the step returned a mapping."""
+    """The metrics of a step, as its program returns them.
+
+    `computed` is a flat dict, if the step returned a mapping.
+    """
 
     computed: Any
     constants: Constants
@@ -76,8 +85,8 @@ class StepMetrics(NamedTuple):
         return {**self.computed, **self.constants.all} if self.constants.all else self.computed
 
 
-# The metrics that a step returns may be any mapping, and nested. This is the only place that asks: whatever reads
-# metrics later gets a flat dict.
+# The metrics that a step returns may be any mapping, and nested. This is the only place that asks:
+# whatever reads metrics later gets a flat dict.
 
 
 def flat_metrics(metrics: Any) -> Any:
@@ -103,7 +112,8 @@ def _add_flat(flat: dict[str, Any], prefix: str, metrics: Mapping[Any, Any]) -> 
             continue
         if name in flat:
             raise ValueError(
-                f"metrics: two have the name {name!r}, because nested metrics are named by their path; rename one"
+                f"metrics: two have the name {name!r}, because nested metrics are named by their "
+                "path; rename one"
             )
         flat[name] = value
 
@@ -115,11 +125,18 @@ def losses_in(metrics: Metrics) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if name.startswith(f"{LOSS}/")}
 
 
-def split_metrics(metrics: Any, skipped: str | None = None, once: Collection[str] = ()) -> StepMetrics:
-    """Split metrics into computed ones and plain Python or NumPy numbers; anything but a dict counts as computed."""
+def split_metrics(
+    metrics: Any, skipped: str | None = None, once: Collection[str] = ()
+) -> StepMetrics:
+    """Split metrics into computed ones and plain Python or NumPy numbers.
+
+    Anything but a dict counts as computed.
+    """
     if type(metrics) is not dict:
         return StepMetrics(metrics, Constants({}, skipped))
-    plain = {name: _plain(value) for name, value in metrics.items() if not isinstance(value, jax.Array)}
+    plain = {
+        name: _plain(value) for name, value in metrics.items() if not isinstance(value, jax.Array)
+    }
     constants = {name: value for name, value in plain.items() if value is not None}
     computed = {name: value for name, value in metrics.items() if name not in constants}
     return StepMetrics(computed, Constants(constants, skipped, once, has_ratios(computed)))
@@ -131,7 +148,11 @@ def has_ratios(metrics: Metrics) -> bool:
 
 def _plain(value: Any) -> np.ndarray[Any, Any] | None:
     """Convert a plain number to the dtype that JAX would give it, or return None."""
-    if isinstance(value, np.ndarray | np.generic) and value.ndim == 0 and value.dtype.kind in "iufcV":
+    if (
+        isinstance(value, np.ndarray | np.generic)
+        and value.ndim == 0
+        and value.dtype.kind in "iufcV"
+    ):
         return np.asarray(value, jax.dtypes.canonicalize_dtype(value.dtype))
     if not isinstance(value, bool | np.bool_ | int | float):
         return None
@@ -151,7 +172,8 @@ def slot_metrics(roles: Roles, slots: Slots) -> dict[str, Array]:
     return held_values | {name: slots[name] for name in roles.names_with(Role.LOSS_SCALE)}
 
 
-# The metrics that `minimize(metrics=…)` requests: norms, the noise scale, and functions of gradients and updates.
+# The metrics that `minimize(metrics=…)` requests: norms, the noise scale, and functions of
+# gradients and updates.
 
 NORMS = (GRAD_NORM, "update_norm", "param_norm")
 NOISE_SCALE = "noise_scale"
@@ -183,9 +205,13 @@ class RequestedMetrics:
                 return measured if scale is None else measured / scale.astype(measured.dtype)
             if name == "update_norm":
                 return global_norm(updates)
-            return global_norm(jax.tree.map(lambda leaf: leaf if trees.is_trainable(leaf) else None, params))
+            return global_norm(
+                jax.tree.map(lambda leaf: leaf if trees.is_trainable(leaf) else None, params)
+            )
 
-        measured: dict[str, dict[str, Any]] = {"the norms": {name: norm(name) for name in self.norms}}
+        measured: dict[str, dict[str, Any]] = {
+            "the norms": {name: norm(name) for name in self.norms}
+        }
         if not self.functions:
             return measured
         raw = _public(gradients if scale is None else guards.unscale(gradients, scale))
@@ -205,7 +231,10 @@ def _public(updates: Updates) -> Updates:
 
 
 def as_requested_metrics(metrics: Any, argument: str, number: int) -> RequestedMetrics:
-    """Validate the argument `metrics` of `minimize`; `argument=number` divides a batch into the parts to compare."""
+    """Validate the argument `metrics` of `minimize`.
+
+    `argument=number` divides a batch into the parts to compare.
+    """
     is_single = isinstance(metrics, str) or callable(metrics) or not isinstance(metrics, Collection)
     entries = (metrics,) if is_single else tuple(metrics)
     norms: list[str] = []
@@ -219,10 +248,15 @@ def as_requested_metrics(metrics: Any, argument: str, number: int) -> RequestedM
         elif entry in NORMS:
             norms.append(entry)
         elif entry != NOISE_SCALE:
-            raise ValueError(f"metrics: {entry!r} must be one of {(*NORMS, NOISE_SCALE)}, or a function {_FORM}")
+            raise ValueError(
+                f"metrics: {entry!r} must be one of {(*NORMS, NOISE_SCALE)}, or a function {_FORM}"
+            )
     has_noise = NOISE_SCALE in entries
     if has_noise and number == 1:
-        raise ValueError(f"{argument}=1: must be at least 2 for metrics={metrics!r}, which compares parts of a batch")
+        raise ValueError(
+            f"{argument}=1: must be at least 2 for metrics={metrics!r}, "
+            "which compares parts of a batch"
+        )
     return RequestedMetrics(tuple(norms), has_noise, functions)
 
 
@@ -230,12 +264,15 @@ def _check_result_of(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
     """Return a function that calls `fn` and checks what it returns."""
 
     def checked(gradients: Updates, updates: Updates, params: Params) -> dict[str, Any]:
-        # New containers, so that a function that changes its dicts affects neither the state nor the next function.
+        # New containers, so that a function that changes its dicts affects neither the state nor
+        # the next function.
         arguments = jax.tree.map(lambda leaf: leaf, (gradients, updates, params))
         try:
             result = fn(*arguments)
         except Exception as error:
-            note(error, f"This error was raised in {name}, a function that minimize traces: {_FORM}.")
+            note(
+                error, f"This error was raised in {name}, a function that minimize traces: {_FORM}."
+            )
             raise
         must = f"{name}: must return a mapping of names to scalars, got"
         if not isinstance(result, Mapping):
@@ -245,7 +282,8 @@ def _check_result_of(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
                 raise TypeError(f"{must} {describe_type(value)} for {key!r}")
         return device_values.prepare_for_device(dict(result), name)
 
-    # The function may combine trees that are sharded in different ways, which JAX rejects on Explicit axes.
+    # The function may combine trees that are sharded in different ways, which JAX rejects on
+    # Explicit axes.
     return functools.partial(AxesFallback(name), checked)
 
 

@@ -18,10 +18,30 @@ from jstep.core.exceptions import note
 from jstep.core.logs import logger
 from jstep.core.meshes import shard_like
 from jstep.core.selection import VarList
-from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Updates
+from jstep.core.trees import (
+    EMPTY_CONTEXT,
+    Array,
+    Context,
+    Optimizer,
+    OptimizerLike,
+    Params,
+    ScalarOrSchedule,
+    Updates,
+)
 from jstep.differentiate.lanes import Lanes, as_lanes, call_on_lanes
-from jstep.differentiate.loss_gradients import GATE_NONE, GATE_OP, LossGradients, LossInputs, apply_gate
-from jstep.differentiate.microbatches import AggregationMethod, LossResult, estimate_noise, together_squared
+from jstep.differentiate.loss_gradients import (
+    GATE_NONE,
+    GATE_OP,
+    LossGradients,
+    LossInputs,
+    apply_gate,
+)
+from jstep.differentiate.microbatches import (
+    AggregationMethod,
+    LossResult,
+    estimate_noise,
+    together_squared,
+)
 from jstep.differentiate.reproducible import evaluate_reproducibly
 from jstep.optimizers import guards
 from jstep.optimizers.averages import averaged_params, move_model_state
@@ -33,9 +53,22 @@ from jstep.state.global_step import step_array
 from jstep.state.slots import as_average_names
 from jstep.state.train_state import MODEL_STATE, TrainState, as_state
 from jstep.training import metrics as step_metrics
-from jstep.training.apply_gradients import apply_update, keep_if_skipped, parameter_layouts, skip_metrics
+from jstep.training.apply_gradients import (
+    apply_update,
+    keep_if_skipped,
+    parameter_layouts,
+    skip_metrics,
+)
 from jstep.training.explain import explain_arguments
-from jstep.training.metrics import LOSS, SKIPPED, MetricFn, RequestedMetrics, StepMetrics, slot_metrics, split_metrics
+from jstep.training.metrics import (
+    LOSS,
+    SKIPPED,
+    MetricFn,
+    RequestedMetrics,
+    StepMetrics,
+    slot_metrics,
+    split_metrics,
+)
 from jstep.training.step import Body, PureStep, TrainStep, makes_step
 
 CONTEXT_KEY_SALT = 0x6A73
@@ -71,74 +104,89 @@ def minimize(
     jit: bool = True,
     donate: bool = True,
 ) -> TrainStep:
-    """Return a compiled train step `train_step(state, *args) -> (state, metrics)` that donates the state.
+    """Return a compiled train step `train_step(state, *args) -> (state, metrics)`.
+
+    It donates the state.
 
     Args:
-        loss_fn: `loss_fn(params, *args) -> loss`, a floating-point scalar. With has_aux, it returns `(loss, aux)`; with
-            has_model_state, it is `loss_fn(params, model_state, *args) -> (loss, model_state)`; with both, it returns
-            `(loss, (model_state, aux))`. With rng, it also takes `rng=key`; with pass_step, `step=global_step`; with
-            use_averages, `averages=params`. Alternatively several losses, `{"critic": (critic_loss, "critic/*"),
-            "actor": (actor_loss, "actor/*")}`: each is differentiated with respect to its own var_list, all
-            at the same parameters, and all gradients are applied in one update. Other parameters do not change.
+        loss_fn: `loss_fn(params, *args) -> loss`, a floating-point scalar. With has_aux, it returns
+            `(loss, aux)`; with has_model_state, it is
+            `loss_fn(params, model_state, *args) -> (loss, model_state)`; with both, it returns
+            `(loss, (model_state, aux))`. With rng, it also takes `rng=key`; with pass_step,
+            `step=global_step`; with use_averages, `averages=params`. Alternatively several losses,
+            `{"critic": (critic_loss, "critic/*"), "actor": (actor_loss, "actor/*")}`: each is
+            differentiated with respect to its own var_list, all at the same parameters, and all
+            gradients are applied in one update. Other parameters do not change.
         optimizer: The optimizer that the state was created with, or an Optax transformation.
-        var_list: The parameters to train, as in `compute_gradients`. The others, and those that a `partition` freezes,
-            are neither changed nor differentiated.
+        var_list: The parameters to train, as in `compute_gradients`. The others, and those that a
+            `partition` freezes, are neither changed nor differentiated.
         has_aux: Whether loss_fn returns auxiliary values, for the metrics.
-        num_microbatches: Number of microbatches for gradient accumulation, as in `compute_gradients`. Microbatch i of n
-            has the rows i, i + n, i + 2n, …. A loss that compares rows with each other (contrastive losses, BatchNorm)
-            sees one microbatch only.
-        max_rows_per_device: The maximum number of rows of a microbatch on each device. The number of microbatches is
-            then the smallest one that satisfies this, divides the batch and is at least num_microbatches; it depends on
-            the number of devices that the rows are sharded over, and is logged. Rows of unknown sharding count as being
-            on one device.
+        num_microbatches: Number of microbatches for gradient accumulation, as in
+            `compute_gradients`. Microbatch i of n has the rows i, i + n, i + 2n, …. A loss that
+            compares rows with each other (contrastive losses, BatchNorm) sees one microbatch only.
+        max_rows_per_device: The maximum number of rows of a microbatch on each device. The number
+            of microbatches is then the smallest one that satisfies this, divides the batch and is
+            at least num_microbatches; it depends on the number of devices that the rows are sharded
+            over, and is logged. Rows of unknown sharding count as being on one device.
         weight_fn: As in `compute_gradients`.
         gate_gradients: As in `compute_gradients`.
         aggregation_method: As in `compute_gradients`.
         adaptive: As in `compute_gradients`.
-        has_model_state: Whether loss_fn takes and returns non-trained variables, `state.slots["model_state"]`. They are
-            updated once per microbatch, and keep their dtypes.
-        use_averages: Whether to pass the moving averages of the parameters, `averaged_params(state)`, to loss_fn; they
-            are not differentiated. A string, or a list, names their slots, as in `averaged_params`.
-        rng: A PRNG key; loss_fn gets `fold_in(rng, global_step)`, so a resumed run draws the same numbers. With several
-            losses, loss i gets `fold_in(key, i)` of that key. Microbatch i gets `fold_in(key, i)` of the key of its
-            loss. These are keys of the step: if it makes several updates, each of them gets the same one. Such a step
-            passes keys of its own as an argument, one for each update.
+        has_model_state: Whether loss_fn takes and returns non-trained variables,
+            `state.slots["model_state"]`. They are updated once per microbatch, and keep their
+            dtypes.
+        use_averages: Whether to pass the moving averages of the parameters,
+            `averaged_params(state)`, to loss_fn; they are not differentiated. A string, or a list,
+            names their slots, as in `averaged_params`.
+        rng: A PRNG key; loss_fn gets `fold_in(rng, global_step)`, so a resumed run draws the same
+            numbers. With several losses, loss i gets `fold_in(key, i)` of that key. Microbatch i
+            gets `fold_in(key, i)` of the key of its loss. These are keys of the step: if it makes
+            several updates, each of them gets the same one. Such a step passes keys of its own as
+            an argument, one for each update.
         pass_step: Whether loss_fn gets `step`, the global step before the update.
-        sharpness: The radius of sharpness-aware minimization, as in `compute_gradients`, or a schedule of it.
-        unroll: How to unroll the loop over microbatches, as in `scan_steps`; None to choose automatically.
-        lanes: Makes the results bitwise identical on any number of devices that divides L, this power of two. The batch
-            is cut into L contiguous blocks of rows, the *lanes*; each is computed by one device, and sums over elements
-            are computed in one binary tree. Loss, gradients and floating leaves of aux are means over the lanes,
-            weighted by `weight_fn`; integers and bools of aux are sums. Lane i gets `fold_in(key, i)` of the key of its
-            loss, and microbatch j `fold_in(key, j)` of its lane's. `num_microbatches` and `max_rows_per_device` divide
-            each lane. The page "What the bits depend on" has the conditions and limits.
-        metrics: Additional metrics to compute: `"grad_norm"` (of the raw gradients of the trained parameters),
-            `"update_norm"` (of the updates as added), `"param_norm"` (of all new parameters), and `"noise_scale"`
-            (requires microbatches or lanes, and `with_noise_scale`). Also functions `fn(gradients, updates, params) ->
-            {name: scalar}`, whose values become metrics. They get the raw gradients, None for parameters that are not
-            trained; the updates as added, zero if the update is skipped; and the new parameters. A leaf may be an
-            `IndexedSlices`.
+        sharpness: The radius of sharpness-aware minimization, as in `compute_gradients`, or a
+            schedule of it.
+        unroll: How to unroll the loop over microbatches, as in `scan_steps`; None to choose
+            automatically.
+        lanes: Makes the results bitwise identical on any number of devices that divides L, this
+            power of two. The batch is cut into L contiguous blocks of rows, the *lanes*; each is
+            computed by one device, and sums over elements are computed in one binary tree. Loss,
+            gradients and floating leaves of aux are means over the lanes, weighted by `weight_fn`;
+            integers and bools of aux are sums. Lane i gets `fold_in(key, i)` of the key of its
+            loss, and microbatch j `fold_in(key, j)` of its lane's. `num_microbatches` and
+            `max_rows_per_device` divide each lane. The page "What the bits depend on" has the
+            conditions and limits.
+        metrics: Additional metrics to compute: `"grad_norm"` (of the raw gradients of the trained
+            parameters), `"update_norm"` (of the updates as added), `"param_norm"` (of all new
+            parameters), and `"noise_scale"` (requires microbatches or lanes, and
+            `with_noise_scale`). Also functions `fn(gradients, updates, params) -> {name: scalar}`,
+            whose values become metrics. They get the raw gradients, None for parameters that are
+            not trained; the updates as added, zero if the update is skipped; and the new
+            parameters. A leaf may be an `IndexedSlices`.
         increment_global_step: Whether to increment `global_step`.
         jit: Whether to compile the step; if False, the pure function is returned.
         donate: Whether the compiled step donates the state passed in.
 
     Returns:
-        A `TrainStep`, or the pure function if jit=False. Its metrics contain `loss`, each hyperparameter used in the
-        update (including those stored in the state), the requested norms, and the entries of aux if that is a mapping
-        (nested ones by their path, `world/kl`), else `aux`. With several losses they contain `critic/loss` and
-        `critic/<aux>` for each, and their sum as `loss`. Metrics are scalars on the device; hyperparameters that are
-        plain numbers are NumPy scalars. Summaries that the loss creates but does not return are in `summaries`. With a
-        guard (`skip_nonfinite`, `dynamic_loss_scale`), `skipped` is 1.0 if it skipped the update and nothing non-finite
-        was applied, else 0.0.
+        A `TrainStep`, or the pure function if jit=False. Its metrics contain `loss`, each
+        hyperparameter used in the update (including those stored in the state), the requested
+        norms, and the entries of aux if that is a mapping (nested ones by their path, `world/kl`),
+        else `aux`. With several losses they contain `critic/loss` and `critic/<aux>` for each, and
+        their sum as `loss`. Metrics are scalars on the device; hyperparameters that are plain
+        numbers are NumPy scalars. Summaries that the loss creates but does not return are in
+        `summaries`. With a guard (`skip_nonfinite`, `dynamic_loss_scale`), `skipped` is 1.0 if it
+        skipped the update and nothing non-finite was applied, else 0.0.
 
     Raises:
-        TypeError: An argument, the loss or a gradient has the wrong type, a key of aux is not a string, a function in
-            metrics returns anything but a mapping of names to scalars, or model_state changes its structure, a shape or
-            a kind of number, or cannot be merged over the lanes.
-        ValueError: An argument is out of range; var_list matches nothing, or only frozen parameters;
-            num_microbatches, max_rows_per_device or lanes do not fit the batch; lanes do not fit the devices, or the
-            loss names their mesh axes; the state does not fit the optimizer; names of metrics collide; two losses
-            train one parameter; or the optimizer keeps no averages.
+        TypeError: An argument, the loss or a gradient has the wrong type, a key of aux is not a
+            string, a function in metrics returns anything but a mapping of names to scalars, or
+            model_state changes its structure, a shape or a kind of number, or cannot be merged over
+            the lanes.
+        ValueError: An argument is out of range; var_list matches nothing, or only frozen
+            parameters; num_microbatches, max_rows_per_device or lanes do not fit the batch; lanes
+            do not fit the devices, or the loss names their mesh axes; the state does not fit the
+            optimizer; names of metrics collide; two losses train one parameter; or the optimizer
+            keeps no averages.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -152,7 +200,9 @@ def minimize(
     Source: `tf.train.Optimizer.minimize`.
     """
     if isinstance(loss_fn, Optimizer):
-        raise TypeError(f"loss_fn={loss_fn!r}: must be a loss; the arguments are minimize(loss_fn, optimizer)")
+        raise TypeError(
+            f"loss_fn={loss_fn!r}: must be a loss; the arguments are minimize(loss_fn, optimizer)"
+        )
     optimizer = as_optimizer("optimizer", optimizer)
     lanes = as_lanes(lanes)
     if lanes is None:
@@ -182,7 +232,9 @@ def minimize(
     differentiate: LossGradients | SeveralLosses
     if isinstance(loss_fn, Mapping):
         if var_list is not None or has_model_state:
-            raise ValueError("var_list, has_model_state: must not be given beside a mapping of losses")
+            raise ValueError(
+                "var_list, has_model_state: must not be given beside a mapping of losses"
+            )
         differentiate = several_losses(loss_fn, make_differentiation)
     else:
         differentiate = make_differentiation(loss_fn, var_list)
@@ -206,7 +258,8 @@ def minimize(
         optimizer=optimizer,
         increments=increment_global_step,
     )
-    # A `PureStep` is called in the same way; its own type would need a second signature of all arguments.
+    # A `PureStep` is called in the same way; its own type would need a second signature of all
+    # arguments.
     return TrainStep(pure_step, donate=donate) if jit else cast(TrainStep, pure_step)
 
 
@@ -238,12 +291,17 @@ class UpdateStep:
     increments: bool
 
     def __call__(
-        self, state: TrainState, args: tuple[Any, ...], batch_specs: trees.Tree, lanes: Lanes | None = None
+        self,
+        state: TrainState,
+        args: tuple[Any, ...],
+        batch_specs: trees.Tree,
+        lanes: Lanes | None = None,
     ) -> tuple[TrainState, StepMetrics]:
         step = step_array(as_state(state))
         if self.has_model_state and MODEL_STATE not in state.slots:
             raise ValueError(
-                "has_model_state=True, but the state has none: create it with TrainState.create(..., model_state=…)"
+                "has_model_state=True, but the state has none: "
+                "create it with TrainState.create(..., model_state=…)"
             )
         key = None if self.rng is None else jax.random.fold_in(self.rng, step)
         roles = roles_of(self.optimizer, state.params)
@@ -254,12 +312,15 @@ class UpdateStep:
         if self.averages is not None:
             averages_for = functools.partial(_averages_for, names=self.averages)
             kwargs["averages"] = evaluate_reproducibly(lanes, averages_for, state)
-        # Without has_model_state, and with several losses, the model state is not passed and stays unchanged.
+        # Without has_model_state, and with several losses, the model state is not passed and stays
+        # unchanged.
         model_state = state.slots[MODEL_STATE] if self.has_model_state else None
         inputs = LossInputs(state.params, model_state, args, kwargs, key, batch_specs, scale, lanes)
         differentiate = self.differentiate
         if self.schedule is not None:
-            sharpness = evaluate_reproducibly(lanes, functools.partial(value_at, "sharpness", self.schedule), step)
+            sharpness = evaluate_reproducibly(
+                lanes, functools.partial(value_at, "sharpness", self.schedule), step
+            )
             differentiate = replace_losses(differentiate, sharpness=sharpness)
         try:
             result = differentiate(inputs)
@@ -268,7 +329,9 @@ class UpdateStep:
             raise
         return evaluate_reproducibly(lanes, functools.partial(self.apply, inputs), state, result)
 
-    def apply(self, inputs: LossInputs, state: TrainState, result: LossResult) -> tuple[TrainState, StepMetrics]:
+    def apply(
+        self, inputs: LossInputs, state: TrainState, result: LossResult
+    ) -> tuple[TrainState, StepMetrics]:
         """Return the state after the update by these gradients, and all metrics of the step."""
         scale = guards.current_loss_scale(roles_of(self.optimizer, state.params), state.slots)
         context = self._context(inputs, result, scale)
@@ -277,8 +340,11 @@ class UpdateStep:
         skipped = skip_metrics(update, state, result.gradients, self.optimizer)
         if self.has_model_state:
             model_state = result.model_state
-            if skipped:  # one bad row would ruin the statistics of a batch normalization permanently
-                model_state = keep_if_skipped(skipped[SKIPPED], state.slots[MODEL_STATE], model_state)
+            if skipped:
+                # One bad row would ruin the statistics of a batch normalization permanently.
+                model_state = keep_if_skipped(
+                    skipped[SKIPPED], state.slots[MODEL_STATE], model_state
+                )
             new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: model_state})
         new_state = move_model_state(new_state, update.roles)
 
@@ -286,8 +352,12 @@ class UpdateStep:
         named = {
             "the optimizer's hyperparameters": hyperparameters,
             "the optimizer's slots": slot_metrics(update.roles, state.slots) | skipped,
-            **loss_metrics(result, self.has_aux, is_several=isinstance(self.differentiate, SeveralLosses)),
-            "the noise scale": guards.noise_metrics(update.roles, update.slots) if self.wanted.noise else {},
+            **loss_metrics(
+                result, self.has_aux, is_several=isinstance(self.differentiate, SeveralLosses)
+            ),
+            "the noise scale": (
+                guards.noise_metrics(update.roles, update.slots) if self.wanted.noise else {}
+            ),
             **self.wanted.measured(result.gradients, update.updates, new_state.params, scale),
         }
 
@@ -298,7 +368,7 @@ class UpdateStep:
         return new_state, split_metrics(metrics, SKIPPED if skipped else None, hyperparameters)
 
     def _context(self, inputs: LossInputs, result: LossResult, scale: Array | None) -> Context:
-        """Return what the optimizer may ask of the step: the loss, its gradient elsewhere, a key, the noise."""
+        """Return what the optimizer may use of the step: loss, gradient elsewhere, key, noise."""
         noise = None if result.squares is None else estimate_noise(result.squares)
         if not self.optimizer.takes_context:
             return EMPTY_CONTEXT._replace(noise=noise)
@@ -321,8 +391,9 @@ def _make_lanes_body(number: int, update_step: Callable[..., Any]) -> Body:
         if lanes.others and not has_warned and processes.is_process_0():
             has_warned = True
             logger.warning(
-                "lanes=%d: arrays are also split over %s, and the rows of the batch are not (tensor parallelism): the "
-                "bits of this run are not promised to be the same on another number of devices",
+                "lanes=%d: arrays are also split over %s, "
+                "and the rows of the batch are not (tensor parallelism): "
+                "the bits of this run are not promised to be the same on another number of devices",
                 number,
                 ", ".join(map(repr, lanes.others)),
             )
@@ -332,7 +403,9 @@ def _make_lanes_body(number: int, update_step: Callable[..., Any]) -> Body:
         layouts = parameter_layouts(as_state(state))
         leaves = trees.leaves_with_paths(state.params)
         specs = {np.shape(leaf): layouts[path].spec for path, leaf in leaves if path in layouts}
-        new, metrics = call_on_lanes(number, step_in_lanes, state, args, batch_specs, specs, shard_like((state,)))
+        new, metrics = call_on_lanes(
+            number, step_in_lanes, state, args, batch_specs, specs, shard_like((state,))
+        )
         return jax.tree.map(placement.place_like_old, new, state), metrics
 
     return body
@@ -343,7 +416,9 @@ def _averages_for(state: TrainState, names: Sequence[str]) -> Params:
         averages = averaged_params(state, names)
     except ValueError as error:
         raise ValueError(f"use_averages: {error}") from None
-    return jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if trees.is_trainable(leaf) else leaf, averages)
+    return jax.tree.map(
+        lambda leaf: jax.lax.stop_gradient(leaf) if trees.is_trainable(leaf) else leaf, averages
+    )
 
 
 # Several losses in one train step, each with its own parameters.
@@ -373,10 +448,16 @@ class SeveralLosses:
                 raise
             grads = treedef.flatten_up_to(results[name].gradients)
             if all(grads[index] is None for index in chosen[name]):
-                raise ValueError(f"loss_fn: the loss {name!r} depends on none of the parameters that it trains")
-            gradients = trees.replace_leaves(gradients, chosen[name], [grads[index] for index in chosen[name]])
+                raise ValueError(
+                    f"loss_fn: the loss {name!r} depends on none of the parameters that it trains"
+                )
+            gradients = trees.replace_leaves(
+                gradients, chosen[name], [grads[index] for index in chosen[name]]
+            )
         losses = [result.loss for result in results.values()]
-        summaries = [result.summaries for result in results.values() if result.summaries is not None]
+        summaries = [
+            result.summaries for result in results.values() if result.summaries is not None
+        ]
         return LossResult(
             loss=functools.reduce(operator.add, losses),
             model_state=None,
@@ -388,9 +469,11 @@ class SeveralLosses:
 
 
 def several_losses(losses: Losses, make: Callable[[Any, VarList], LossGradients]) -> SeveralLosses:
-    """Check the losses, and make each with its own `make(loss_fn, var_list)`, ungated: all have one gate."""
+    """Check the losses, and make each by `make(loss_fn, var_list)`, ungated: all have one gate."""
     if not losses:
-        raise ValueError(f"loss_fn={format_value(losses)}: must have at least one loss, name -> {_LOSS_FORM}")
+        raise ValueError(
+            f"loss_fn={format_value(losses)}: must have at least one loss, name -> {_LOSS_FORM}"
+        )
     ungated: dict[str, LossGradients] = {}
     for name, entry in losses.items():
         as_string(name, "a name in loss_fn")
@@ -401,14 +484,20 @@ def several_losses(losses: Losses, make: Callable[[Any, VarList], LossGradients]
     return SeveralLosses(ungated, loss.gate_gradients)
 
 
-def replace_losses(differentiate: LossGradients | SeveralLosses, **changes: Any) -> LossGradients | SeveralLosses:
+def replace_losses(
+    differentiate: LossGradients | SeveralLosses, **changes: Any
+) -> LossGradients | SeveralLosses:
     if not isinstance(differentiate, SeveralLosses):
         return dataclasses.replace(differentiate, **changes)
-    losses = {name: dataclasses.replace(loss, **changes) for name, loss in differentiate.losses.items()}
+    losses = {
+        name: dataclasses.replace(loss, **changes) for name, loss in differentiate.losses.items()
+    }
     return dataclasses.replace(differentiate, losses=losses)
 
 
-def loss_metrics(result: LossResult, has_aux: bool, *, is_several: bool) -> dict[str, Mapping[str, Any]]:
+def loss_metrics(
+    result: LossResult, has_aux: bool, *, is_several: bool
+) -> dict[str, Mapping[str, Any]]:
     """Return where metrics come from, for errors, and the metrics by name."""
     if is_several:
         named = _metrics_of_losses(result, has_aux)
@@ -426,7 +515,9 @@ def _metrics_of_losses(result: LossResult, has_aux: bool) -> dict[str, Mapping[s
     for name, (loss, aux) in result.aux.items():
         named[f"the loss {name!r}"] = {f"{name}/{LOSS}": loss}
         if has_aux:
-            named[f"aux of {name!r}"] = {f"{name}/{key}": value for key, value in _name_aux(aux).items()}
+            named[f"aux of {name!r}"] = {
+                f"{name}/{key}": value for key, value in _name_aux(aux).items()
+            }
     return named
 
 
@@ -456,7 +547,7 @@ def _choose_leaves(params: Params, losses: Mapping[str, LossGradients]) -> dict[
             paths = trees.leaf_paths(params)
             shared_paths = [paths[index] for index in shared[:20]]
             raise ValueError(
-                f"loss_fn: the losses {first!r} and {second!r} both train {shared_paths}; give each parameter to one "
-                "of them"
+                f"loss_fn: the losses {first!r} and {second!r} both train {shared_paths}; "
+                "give each parameter to one of them"
             )
     return chosen

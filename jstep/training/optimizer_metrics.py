@@ -1,7 +1,8 @@
 """The metrics of the optimizers that a custom step calls, as a step of `minimize` shows them.
 
-If jstep traces the step, its program computes them. If the user compiles the step, or does not compile it, it returns
-only its own metrics, and those of its optimizers are computed separately, from the state that it was given.
+If jstep traces the step, its program computes them. If the user compiles the step, or does not
+compile it, it returns only its own metrics, and those of its optimizers are computed separately,
+from the state that it was given.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,7 +21,14 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Array, Slots, Tree
 from jstep.slots.roles import Role, Roles, roles_in
 from jstep.state.global_step import step_array
-from jstep.training.metrics import SKIPPED, Constants, StepMetrics, flat_metrics, slot_metrics, split_metrics
+from jstep.training.metrics import (
+    SKIPPED,
+    Constants,
+    StepMetrics,
+    flat_metrics,
+    slot_metrics,
+    split_metrics,
+)
 from jstep.training.watched_updates import (
     MadeUpdate,
     StepUpdates,
@@ -44,8 +52,13 @@ class OptimizerMetrics(NamedTuple):
     slot_values: Mapping[str, Any]
 
 
-def report(updates: Sequence[MadeUpdate], step: Array, roles: Roles, slots: Slots) -> OptimizerMetrics:
-    """Return what the optimizers report at `step`; of two hyperparameters of one name, the later update's."""
+def report(
+    updates: Sequence[MadeUpdate], step: Array, roles: Roles, slots: Slots
+) -> OptimizerMetrics:
+    """Return what the optimizers report at `step`.
+
+    Of two hyperparameters of one name, that of the later update is reported.
+    """
     if not updates:
         return OptimizerMetrics({}, {})
     hyperparameters: dict[str, Any] = {}
@@ -69,24 +82,26 @@ def _copy(inputs: _Inputs) -> _Inputs:
 
 def _shape(leaf: Any) -> Any:
     sharding = getattr(leaf, "sharding", None)
-    return trees.shape_of(leaf, sharding if isinstance(sharding, NamedSharding) else None, weak=True)
+    return trees.shape_of(
+        leaf, sharding if isinstance(sharding, NamedSharding) else None, weak=True
+    )
 
 
 _NOTHING = StepMetrics({}, Constants({}, SKIPPED))
 _MAX_PROGRAMS = 8
-"""A step that is not compiled may make its optimizer anew at each call: from then on nothing is compiled for it."""
+"""An uncompiled step may make its optimizer anew at each call: then no more is compiled for it."""
 
 _Compute = Callable[[_Inputs], StepMetrics]
 
 
 class CustomStepMetrics:
-    """Calls a step that jstep did not make, and returns what its optimizers report beside its result.
+    """Calls a step that jstep did not make; returns what its optimizers report beside its result.
 
-    A compiled step names its optimizers when it is traced: they are known after its first call, and stay. One that is
-    not compiled may call another optimizer each time, and is watched at each call. What it calls may be compiled: then
-    an update is seen only when it is traced, which may have been in an earlier run. So we take it that each call makes
-    the compiled updates of the first one, until a call makes another one. From then on only those that are seen are
-    reported.
+    A compiled step names its optimizers when it is traced: they are known after its first call, and
+    stay. One that is not compiled may call another optimizer each time, and is watched at each
+    call. What it calls may be compiled: then an update is seen only when it is traced, which may
+    have been in an earlier run. So we take it that each call makes the compiled updates of the
+    first one, until a call makes another one. From then on only those that are seen are reported.
     """
 
     def __init__(self, step: Any) -> None:
@@ -98,10 +113,14 @@ class CustomStepMetrics:
         # By the identities of the optimizers' hyperparameters, which the programs keep alive.
         self._programs: dict[tuple[int, ...], _Compute] = {}
         self._program: _Compute | None = None  # of a compiled step, once it has been called
-        self._constants: dict[str, Any] | None = None  # metrics that are constants of a compiled step
-        self._fixed: StepMetrics | None = None  # of a compiled step, if its metrics are the same at each step
+        # The metrics that are constants of a compiled step.
+        self._constants: dict[str, Any] | None = None
+        # The metrics of a compiled step, if they are the same at each step.
+        self._fixed: StepMetrics | None = None
 
-    def call(self, call: Callable[..., Any], state: Tree, args: tuple[Any, ...]) -> tuple[Any, StepMetrics]:
+    def call(
+        self, call: Callable[..., Any], state: Tree, args: tuple[Any, ...]
+    ) -> tuple[Any, StepMetrics]:
         """Return the result of `call(state, *args)`, and the metrics of its optimizers."""
         if self._is_first:
             names = roles_in(state).names_with(Role.HELD, Role.LOSS_SCALE)
@@ -114,10 +133,13 @@ class CustomStepMetrics:
             return call(state, *args), metrics
         return self._watch(call, state, args)
 
-    def join(self, reported: StepMetrics, metrics: Any, state: Tree, args: tuple[Any, ...]) -> tuple[Any, Constants]:
-        """Return the metrics of a call with what was reported beside it, and the constants that hooks show once.
+    def join(
+        self, reported: StepMetrics, metrics: Any, state: Tree, args: tuple[Any, ...]
+    ) -> tuple[Any, Constants]:
+        """Return the metrics of a call with what was reported beside it, and constant metrics.
 
-        `state` is that which the step returned, of the kind that it was given.
+        Hooks show the constants once. `state` is that which the step returned, of the kind that it
+        was given.
         """
         if not isinstance(metrics, dict):
             return metrics, reported.constants
@@ -131,7 +153,9 @@ class CustomStepMetrics:
     def _inputs(self, state: Tree) -> _Inputs:
         return _Inputs(step_array(state), {name: state.slots[name] for name in self._slot_names})
 
-    def _watch(self, call: Callable[..., Any], state: Tree, args: tuple[Any, ...]) -> tuple[Any, StepMetrics]:
+    def _watch(
+        self, call: Callable[..., Any], state: Tree, args: tuple[Any, ...]
+    ) -> tuple[Any, StepMetrics]:
         with internal_transfers():
             inputs = _copy(self._inputs(state))  # the step may donate its state
         roles = roles_in(state)
@@ -166,18 +190,21 @@ class CustomStepMetrics:
             reported = report(updates, inputs.step, roles, inputs.slots)
             # JAX would return the very array that it was given, which the step may donate.
             slot_values = jax.tree.map(jnp.copy, reported.slot_values)
-            return split_metrics({**slot_values, **reported.hyperparameters}, SKIPPED, reported.hyperparameters)
+            return split_metrics(
+                {**slot_values, **reported.hyperparameters}, SKIPPED, reported.hyperparameters
+            )
 
         if len(self._programs) >= _MAX_PROGRAMS:
             return compute
         return self._programs.setdefault(key, jax.jit(compute))
 
     def _trace_again(self, found: StepUpdates, state: Tree, args: tuple[Any, ...]) -> None:
-        """Trace a step that was compiled before the run, so that its first call has shown nothing."""
+        """Trace a step compiled before the run, so that its first call has shown nothing."""
         try:
             step = self._step.__wrapped__
-            # Not `step` itself, whose traces JAX keeps. Those of the compiled functions that it calls are kept for each
-            # precision of products; nothing is computed, so any other one will do.
+            # Not `step` itself, whose traces JAX keeps. Those of the compiled functions that it
+            # calls are kept for each precision of products; nothing is computed, so any other one
+            # will do.
             current = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]  # created at run time
             with jax.default_matmul_precision("float32" if current == "highest" else "highest"):
                 jax.eval_shape(lambda *both: step(*both), *jax.tree.map(_shape, (state, *args)))
@@ -192,21 +219,25 @@ def _call_if_possible(program: _Compute, inputs: _Inputs) -> StepMetrics:
         with internal_transfers():
             return program(inputs)
     except Exception as error:
-        # Hyperparameters that need a concrete step, for example, must not end a run that works without them.
+        # Hyperparameters that need a concrete step, for example, must not end a run that works
+        # without them.
         logger.debug("the hyperparameters of the step's optimizers are not shown: %s", error)
         forget_frames(error)
         return _NOTHING
 
 
-# A step around one of `minimize` may return its metrics, and the constants among them. They are known as constants if
-# they are numbers on the host, or constants of the program; not by their names, since a metric `epsilon` may be a
-# rate of exploration.
+# A step around one of `minimize` may return its metrics, and the constants among them. They are
+# known as constants if they are numbers on the host, or constants of the program; not by their
+# names, since a metric `epsilon` may be a rate of exploration.
 
 
-def join_metrics(reported: StepMetrics, metrics: dict[str, Any]) -> tuple[dict[str, Any], Constants]:
-    """Return the metrics of a custom step with those of its optimizers, and the constants that hooks show once.
+def join_metrics(
+    reported: StepMetrics, metrics: dict[str, Any]
+) -> tuple[dict[str, Any], Constants]:
+    """Return the metrics of a custom step with those of its optimizers, and constant metrics.
 
-    A metric that the step itself returns replaces one of its optimizer.
+    Hooks show the constants once. A metric that the step itself returns replaces one of its
+    optimizer.
     """
     constants = reported.constants
     joined = {**reported.merged(), **metrics}
@@ -222,7 +253,9 @@ def _is_same(value: Any, constant: Any) -> bool:
     return isinstance(value, np.generic | int | float) and bool(value == constant)
 
 
-def constants_of(step: Any, names: Collection[str], state: Tree, args: tuple[Any, ...]) -> dict[str, Any]:
+def constants_of(
+    step: Any, names: Collection[str], state: Tree, args: tuple[Any, ...]
+) -> dict[str, Any]:
     """Return those of these metrics of a compiled step that are constants of its program."""
     if not names or not hasattr(step, "trace"):
         return {}

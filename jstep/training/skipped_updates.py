@@ -1,9 +1,9 @@
 """Skipped updates of a step that jstep did not make, found in the state that it returns.
 
-A guard keeps its slot `last_finite_step` if it skips an update, and so does a step that makes none, such as the other
-branch of a `lax.cond`. Before the step the slot is therefore replaced by a mark, which only a guard that skips changes
-to another one, in any scan, cond or vmap; after the step, what is still a mark becomes the old value again. The loss
-scale needs no mark, because it shrinks.
+A guard keeps its slot `last_finite_step` if it skips an update, and so does a step that makes none,
+such as the other branch of a `lax.cond`. Before the step the slot is therefore replaced by a mark,
+which only a guard that skips changes to another one, in any scan, cond or vmap; after the step,
+what is still a mark becomes the old value again. The loss scale needs no mark, because it shrinks.
 """
 
 import functools
@@ -33,13 +33,19 @@ class GuardSlots(NamedTuple):
 def mark_guards(state: Tree, *, may_be_donated: bool = False) -> tuple[Any, GuardSlots | None]:
     """Return a state whose guards note what they do, and their slots; None if it has no guards."""
     roles = roles_in(state)
-    last_names = [name for name in roles.names_with(Role.LAST_FINITE) if is_array(state.slots.get(name))]
-    scale_names = [name for name in roles.names_with(Role.LOSS_SCALE) if is_array(state.slots.get(name))]
+    last_names = [
+        name for name in roles.names_with(Role.LAST_FINITE) if is_array(state.slots.get(name))
+    ]
+    scale_names = [
+        name for name in roles.names_with(Role.LOSS_SCALE) if is_array(state.slots.get(name))
+    ]
     if not last_names and not scale_names:
         return state, None
     with internal_transfers():
         last_finite = {name: state.slots[name] for name in last_names}
-        marked = {name: jnp.full_like(last, guards.NOT_REACHED) for name, last in last_finite.items()}
+        marked = {
+            name: jnp.full_like(last, guards.NOT_REACHED) for name, last in last_finite.items()
+        }
         scales = {name: state.slots[name] for name in scale_names}
         if may_be_donated:
             scales = {name: jnp.copy(scale) for name, scale in scales.items()}
@@ -48,7 +54,7 @@ def mark_guards(state: Tree, *, may_be_donated: bool = False) -> tuple[Any, Guar
 
 
 def restore_guards(slots: GuardSlots | None, new: Any, metrics: Any) -> tuple[Any, Any]:
-    """Return the state and metrics of a step: guards have their values, and `skipped` is among the metrics."""
+    """Return a step's state and metrics: guards have their values, and `skipped` is a metric."""
     if slots is None or not isinstance(new, TrainState) or not isinstance(new.slots, Mapping):
         return new, metrics
     marks = {name: new.slots[name] for name in slots.last_finite if is_array(new.slots.get(name))}
@@ -59,10 +65,14 @@ def restore_guards(slots: GuardSlots | None, new: Any, metrics: Any) -> tuple[An
     has_other_mark = any(marks[name] is not slots.marked[name] for name in marks)
     has_other_scale = any(scales[name] is not slots.scales[name] for name in scales)
     makes_updates = has_other_mark or has_other_scale
-    params = [leaf for leaf in jax.tree.leaves(new.params) if is_trainable(leaf) and not is_on_host(leaf)]
+    params = [
+        leaf for leaf in jax.tree.leaves(new.params) if is_trainable(leaf) and not is_on_host(leaf)
+    ]
     with internal_transfers():
         last_finite, is_skipped = _read_marks(slots, marks, scales, params)
-    restored = TrainState(new.params, {**new.slots, **last_finite}, new.global_step, roles=roles_in(new))
+    restored = TrainState(
+        new.params, {**new.slots, **last_finite}, new.global_step, roles=roles_in(new)
+    )
     if not makes_updates or not isinstance(metrics, dict):
         return restored, metrics
     if SKIPPED in metrics:
@@ -71,7 +81,9 @@ def restore_guards(slots: GuardSlots | None, new: Any, metrics: Any) -> tuple[An
 
 
 @jax.jit
-def _read_marks(slots: GuardSlots, marks: Slots, scales: Slots, params: list[Array]) -> tuple[Slots, Array]:
+def _read_marks(
+    slots: GuardSlots, marks: Slots, scales: Slots, params: list[Array]
+) -> tuple[Slots, Array]:
     """Return the slots without marks, and 1.0 if the update was skipped."""
     last_finite: Slots = {}
     skips: list[Array] = []
@@ -80,11 +92,16 @@ def _read_marks(slots: GuardSlots, marks: Slots, scales: Slots, params: list[Arr
         skips.append(mark == guards.SKIPPED_MARK)
     skips += [scale < slots.scales[name] for name, scale in scales.items()]
     # In a population, an update counts as skipped if it was in each member.
-    is_skipped = functools.reduce(jnp.logical_or, [jnp.all(skip) for skip in skips], jnp.asarray(False))
-    # What a guard skipped may have been applied beside it, as by the optimizer of another player of a GAN.
+    is_skipped = functools.reduce(
+        jnp.logical_or, [jnp.all(skip) for skip in skips], jnp.asarray(False)
+    )
+    # What a guard skipped may have been applied beside it, as by the optimizer of another player of
+    # a GAN.
     is_skipped = jax.lax.cond(is_skipped, _are_finite, lambda params: False, params)
     return last_finite, is_skipped.astype(jnp.float32)
 
 
 def _are_finite(params: list[Array]) -> Array:
-    return functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(p)) for p in params], jnp.asarray(True))
+    return functools.reduce(
+        jnp.logical_and, [jnp.all(jnp.isfinite(p)) for p in params], jnp.asarray(True)
+    )

@@ -1,4 +1,4 @@
-"""The compiled train step, the kind of state that it returns, and the layout that it is compiled for."""
+"""The compiled train step, the kind of state that it returns, and the layout it is compiled for."""
 
 import dataclasses
 import functools
@@ -36,12 +36,14 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 Body = Callable[[Any, tuple[Any, ...], Any], Any]
-"""`body(state, args, batch_specs) -> (state, StepMetrics)`. `batch_specs`: the shardings of args, or None."""
+"""`body(state, args, batch_specs) -> (state, StepMetrics)`; the specs are shardings, or None."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class PureStep:
-    """A train step as a pure function, `state, metrics = step(state, *args)`: neither compiled nor donating.
+    """A train step as a pure function, `state, metrics = step(state, *args)`.
+
+    It is neither compiled nor donating.
 
     Attributes:
         body: As it was given; it also checks the kind of the new state.
@@ -93,7 +95,9 @@ class PureStep:
         return as_pure_step, (self.made_by,)
 
 
-def _call_and_keep_kind(title: str, body: Body, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> Any:
+def _call_and_keep_kind(
+    title: str, body: Body, state: Tree, args: tuple[Any, ...], batch_specs: Tree
+) -> Any:
     new, *others = body(state, args, batch_specs)
     return keep_kind(title, state, new), *others
 
@@ -115,8 +119,11 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
         marked, guard_slots = mark_guards(state)
         structure = trees.structure(state)
         with watch_updates(marked) as found:
-            new, metrics = fallback(call_user_step, marked, args, specs_of=meshes.shard_like((state,)))
-        # A function that the user compiles, and the step calls, may have been traced for another program.
+            new, metrics = fallback(
+                call_user_step, marked, args, specs_of=meshes.shard_like((state,))
+            )
+        # A function that the user compiles, and the step calls, may have been traced for another
+        # program.
         updates = join_updates(known_compiled(step, structure), found.made_to(structure))
         new, metrics = restore_guards(guard_slots, new, flat_metrics(metrics))
         hyperparameters: Mapping[str, Any] = {}
@@ -129,7 +136,8 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
         is_guarded = isinstance(metrics, dict) and SKIPPED in metrics
         split = split_metrics(metrics, SKIPPED if is_guarded else None, hyperparameters)
         # The error of an integer beyond 32 bits names it, unlike JAX's.
-        return new, split._replace(computed=device_values.prepare_for_device(split.computed, "metrics"))
+        computed = device_values.prepare_for_device(split.computed, "metrics")
+        return new, split._replace(computed=computed)
 
     return PureStep(body, name=name)
 
@@ -143,7 +151,8 @@ def _check_user_result(result: Any, state: Tree) -> None:
             return
     returned = " and ".join(map(describe_type, result)) if is_pair else describe_type(result)
     raise TypeError(
-        f"the step returned {returned}; it must return (state, metrics), as jstep.minimize(loss_fn, …) does"
+        f"the step returned {returned}; it must return (state, metrics), "
+        "as jstep.minimize(loss_fn, …) does"
     )
 
 
@@ -153,17 +162,24 @@ def _remember_call(step: Any, call: RecordedCall) -> Any:
 
 
 def makes_step() -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Return the decorator of functions that make a step, whose repr is the call; its type is that of the function."""
+    """Return the decorator of functions that make a step, whose repr is the call.
+
+    A decorated function keeps its type.
+    """
     return record_calls(_remember_call)
 
 
 def step_function(step: object) -> PureStep | None:
-    """Return the pure function of a step of `minimize`, compiled or not, or of its loop over steps."""
+    """Return the pure function of a step of `minimize`, compiled or not, or of its loop."""
     pure_step = step._pure if isinstance(step, TrainStep) else step
-    return pure_step if isinstance(pure_step, PureStep) and pure_step.optimizer is not None else None
+    return (
+        pure_step if isinstance(pure_step, PureStep) and pure_step.optimizer is not None else None
+    )
 
 
-def merge_constants(body: Body, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, Any]:
+def merge_constants(
+    body: Body, state: Tree, args: tuple[Any, ...], batch_specs: Tree
+) -> tuple[Any, Any]:
     state, metrics = body(state, args, batch_specs)
     return state, metrics.merged()
 
@@ -172,7 +188,7 @@ def merge_constants(body: Body, state: Tree, args: tuple[Any, ...], batch_specs:
 
 
 def keep_kind(name: str, old: Tree, new: Tree) -> Any:
-    """Return the state of a step with the roles of the one that it was given; raise if it is of another kind."""
+    """Return a step's state with the roles of its argument; raise if it is of another kind."""
     if not (isinstance(old, TrainState) and isinstance(new, TrainState)):
         return new
     if roles_in(new) is not roles_in(old):
@@ -180,7 +196,8 @@ def keep_kind(name: str, old: Tree, new: Tree) -> Any:
     has_structure = trees.structure(new) == trees.structure(old)
     if has_structure and any(map(trees.is_weak, jax.tree.leaves(new))):
         new = jax.tree.map(_as_strong, new, old)
-    # In a trace, NumPy's float64 becomes a float32. A step that is not traced returns it as it is, to be saved so.
+    # In a trace, NumPy's float64 becomes a float32. A step that is not traced returns it as it is,
+    # to be saved so.
     type_of = jax.typeof if trees.has_tracers(old) else _own_type
     if has_structure:
         pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
@@ -189,15 +206,18 @@ def keep_kind(name: str, old: Tree, new: Tree) -> Any:
     trees.check_arrays(new, f"train_step={name}: the state that it returns")
     different = describe_difference(jax.tree.map(type_of, new), jax.tree.map(type_of, old))
     raise TypeError(
-        f"train_step={name}: must return a state of the structure, shapes and dtypes of its argument, got one "
-        f"{different or _describe_container(new, old)}; cast such a leaf, or create the state as it is "
-        "returned: otherwise no run could resume from its checkpoints"
+        f"train_step={name}: must return a state of the structure, shapes and dtypes of its "
+        f"argument, got one {different or _describe_container(new, old)}; cast such a leaf, "
+        "or create the state as it is returned: otherwise no run could resume from its checkpoints"
     )
 
 
 def _describe_container(new: Any, old: Any, path: tuple[Any, ...] = ()) -> str:
     if type(new) is not type(old):
-        return f"whose {trees.path_str(path)!r} is of type {type(new).__name__} instead of {type(old).__name__}"
+        return (
+            f"whose {trees.path_str(path)!r} is of type {type(new).__name__} instead of "
+            f"{type(old).__name__}"
+        )
     for (keys, new_child), (_, old_child) in zip(_children(new), _children(old), strict=True):
         if trees.structure(new_child) != trees.structure(old_child):
             return _describe_container(new_child, old_child, (*path, *keys))
@@ -233,7 +253,8 @@ def _own_type(leaf: Any) -> Any:
     return jax.typeof(leaf)
 
 
-# The layout of a state, which is stored on states that a step returned, and the steps compiled for it.
+# The layout of a state, which is stored on states that a step returned, and the steps compiled for
+# it.
 
 
 class StateLayout:
@@ -258,7 +279,9 @@ def inspect_layout(state: Tree) -> StateLayout:
     for leaf in leaves:
         sharding = getattr(leaf, "sharding", None)
         shardings.append(sharding if isinstance(sharding, NamedSharding) else everywhere)
-    return _LAYOUTS.setdefault((treedef, tuple(shardings)), StateLayout(treedef.unflatten(shardings), mesh))
+    return _LAYOUTS.setdefault(
+        (treedef, tuple(shardings)), StateLayout(treedef.unflatten(shardings), mesh)
+    )
 
 
 def place_result(new: Any, layout: StateLayout, *, donated: bool) -> Any:
@@ -280,31 +303,39 @@ def place_result(new: Any, layout: StateLayout, *, donated: bool) -> Any:
 class TrainStep:
     """A compiled train step: `state, metrics = train_step(state, *args)`.
 
-    The state passed in is donated (unless `donate=False`): use only the returned one. Every leaf keeps its sharding,
-    and the step is traced under the mesh of the state. The methods of `jax.jit` functions are available.
+    The state passed in is donated (unless `donate=False`): use only the returned one. Every leaf
+    keeps its sharding, and the step is traced under the mesh of the state. The methods of `jax.jit`
+    functions are available.
 
     Args:
-        step: The function to compile, `(state, *args) -> (state, metrics)`. The new state has the structure, shapes and
-            dtypes of the old one. Metrics are any mapping; nested ones are returned flat, by their path: `world/kl`.
-            One that is a plain Python or NumPy number is a constant of the program.
+        step: The function to compile, `(state, *args) -> (state, metrics)`. The new state has the
+            structure, shapes and dtypes of the old one. Metrics are any mapping; nested ones are
+            returned flat, by their path: `world/kl`. One that is a plain Python or NumPy number is
+            a constant of the program.
         donate: Whether a call donates the state.
 
     Attributes:
         __wrapped__: The pure function that is compiled.
-        title: A name that identifies the step within a run: for a step of `minimize`, the name of its loss.
+        title: A name that identifies the step within a run: for a step of `minimize`, the name of
+            its loss.
         lanes: The number of lanes, as in `minimize`; None without lanes.
 
     Raises:
-        TypeError: `step` is not a function, or `donate` is not a bool; from a call: it returns another kind of state.
+        TypeError: `step` is not a function, or `donate` is not a bool; from a call: it returns
+            another kind of state.
     """
 
     _returns_sums = False
     """Whether the programs also return sums, as in a `LoopedStep`."""
 
-    def __init__(self, step: Callable[..., tuple[TrainState, dict[str, Any]]], *, donate: bool = True) -> None:
+    def __init__(
+        self, step: Callable[..., tuple[TrainState, dict[str, Any]]], *, donate: bool = True
+    ) -> None:
         self.__wrapped__ = as_function(step, "step", "(state, *args) -> (state, metrics)")
         self.__name__ = getattr(step, "__name__", "train_step")
-        self.__doc__ = type(self).__doc__ if isinstance(step, PureStep) else step.__doc__ or type(self).__doc__
+        self.__doc__ = (
+            type(self).__doc__ if isinstance(step, PureStep) else step.__doc__ or type(self).__doc__
+        )
         self.donate = as_bool(donate, "donate")
         self._pure = as_pure_step(step)
         self.title = self._pure.title
@@ -322,17 +353,25 @@ class TrainStep:
         new, metrics = call_step(self, state, args)
         return new, metrics.merged()
 
-    def _program(self, layout: StateLayout, args: tuple[Any, ...], kind: str = "call", *, donates: bool) -> Any:
+    def _program(
+        self, layout: StateLayout, args: tuple[Any, ...], kind: str = "call", *, donates: bool
+    ) -> Any:
         """Return the program for some layouts; `kind="merged"` returns all metrics together."""
         batch_specs = self._pure.batch_specs(args) if self._pure.depends_on_rows else None
-        specs = () if batch_specs is None else (trees.structure(batch_specs), *jax.tree.leaves(batch_specs))
+        specs: tuple[Any, ...] = ()
+        if batch_specs is not None:
+            specs = (trees.structure(batch_specs), *jax.tree.leaves(batch_specs))
         key = kind, donates, layout, *specs
         if key not in self._programs:
             self._programs[key] = self._make_program(kind, donates, layout, batch_specs)
         return self._programs[key]
 
-    def _make_program(self, kind: str, donates: bool, layout: StateLayout, batch_specs: Tree) -> Any:
-        body = self._pure.body if kind == "call" else functools.partial(merge_constants, self._pure.body)
+    def _make_program(
+        self, kind: str, donates: bool, layout: StateLayout, batch_specs: Tree
+    ) -> Any:
+        body = self._pure.body
+        if kind != "call":
+            body = functools.partial(merge_constants, body)
         shardings = layout.shardings
 
         def traced(state: Tree, *args: Any) -> Any:
@@ -342,8 +381,8 @@ class TrainStep:
         traced.__name__ = traced.__qualname__ = self.__name__  # in JAX's errors
         options: dict[str, Any] = {}
         if shardings is not None:
-            # Otherwise XLA may choose another sharding for an output than for its input, which prevents donation and
-            # recompiles the step for its own result.
+            # Otherwise XLA may choose another sharding for an output than for its input, which
+            # prevents donation and recompiles the step for its own result.
             sums = (NamedSharding(layout.mesh, PartitionSpec()),) if self._returns_sums else ()
             options = {"out_shardings": (shardings, None, *sums)}
         return jax.jit(traced, donate_argnums=(0,) if donates else (), **options)
@@ -385,8 +424,9 @@ class TrainStep:
 def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
     """Call the program of a step; return `(state, StepMetrics)`, for a `LoopedStep` also its sums.
 
-    A state that a step returned has its layout, and is quick: on one device, and with JAX's usual settings, nothing of
-    it is looked at but whether it was donated, and its program is called without contexts.
+    A state that a step returned has its layout, and is quick: on one device, and with JAX's usual
+    settings, nothing of it is looked at but whether it was donated, and its program is called
+    without contexts.
     """
     layout = getattr(state, "_layout", None)
     is_returned = layout is not None
@@ -414,12 +454,14 @@ def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
     if mesh is not None:
         check_will_not_crash(state, args, is_known=is_returned, donates=donates)
     try:
-        if mesh is None and transfers is meshes.NO_GUARD:  # entering empty contexts would add 5 % to a small step
+        if mesh is None and transfers is meshes.NO_GUARD:
+            # Entering empty contexts would add 5 % to a small step.
             new, metrics, *others = program(state, *args)
         else:
             with meshes.using_mesh(mesh):
                 if transfers is not meshes.NO_GUARD:
-                    # The guard applies to the loss, which is traced here, but not to batches of NumPy arrays.
+                    # The guard applies to the loss, which is traced here, but not to batches of
+                    # NumPy arrays.
                     program.trace(state, *args)
                 with transfers:
                     new, metrics, *others = program(state, *args)
@@ -437,7 +479,9 @@ def trace_program(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str
 
 def jitted_program(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str = "call") -> Any:
     """Return the function of `jax.jit` that a step calls, for arrays or shapes."""
-    return step._program(getattr(state, "_layout", None) or inspect_layout(state), args, kind, donates=_donates(step))
+    return step._program(
+        getattr(state, "_layout", None) or inspect_layout(state), args, kind, donates=_donates(step)
+    )
 
 
 def _donates(step: TrainStep) -> bool:

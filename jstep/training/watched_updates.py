@@ -1,4 +1,4 @@
-"""The updates that a train step makes, seen while it is traced, and warnings of those that mean something else.
+"""Updates of a train step, seen while it is traced; warnings of those that mean something else.
 
 These are warnings and not errors, because each of these programs is sometimes intended.
 """
@@ -31,8 +31,8 @@ class MadeUpdate(NamedTuple):
     Attributes:
         hyperparameters: Of its optimizer: what a step reports.
         structure: That of the state.
-        is_traced: Whether it was traced. A function that the user compiles is traced once, and makes the update
-            unseen from then on; an update that is not traced is seen at each call.
+        is_traced: Whether it was traced. A function that the user compiles is traced once, and
+            makes the update unseen from then on; an update that is not traced is seen at each call.
     """
 
     hyperparameters: Callable[[Any], dict[str, Any]]
@@ -49,10 +49,10 @@ def has_unknown(known: Sequence[MadeUpdate], seen: Sequence[MadeUpdate]) -> bool
 
 
 def join_updates(known: Sequence[MadeUpdate], seen: Sequence[MadeUpdate]) -> list[MadeUpdate]:
-    """Return the updates of a call that made those that were seen, and perhaps known ones that are compiled.
+    """Return the updates of a call that made the seen ones, and perhaps compiled known ones.
 
-    They keep the order in which the known ones were seen, because of two hyperparameters of one name the later one is
-    reported.
+    They keep the order in which the known ones were seen, because of two hyperparameters of one
+    name the later one is reported.
     """
     if has_unknown(known, seen):
         # Whether this call also makes the known ones is not known.
@@ -70,15 +70,19 @@ class StepUpdates:
         aged: Leaves without a gradient in an update that their age counts.
         unused: Leaves on which a loss does not depend.
         per_step: Averages that move once a step.
-        increments: Whether an update increments the step, or `increment_global_step` has moved these averages.
+        increments: Whether an update increments the step, or `increment_global_step` has moved
+            these averages.
         age_of: Leaf → the label whose age counts its updates, for leaves that have one.
         made: The updates, one for each optimizer and structure of the state.
-        has_varied: Whether calls of the step have made different compiled updates: those of another call are unknown.
-        rounded: Leaf → its dtype of 16 bits, if an optimizer updates it that does not keep what is rounded away.
-        repeated: What is due at some steps only (`Roles.by_step`), and is updated several times in one step.
+        has_varied: Whether calls of the step have made different compiled updates: those of another
+            call are unknown.
+        rounded: Leaf → its dtype of 16 bits, if an optimizer updates it that does not keep what is
+            rounded away.
+        repeated: What is due at some steps only (`Roles.by_step`), and is updated several times in
+            one step.
         step: The global step of the state that the train step was given.
-        counts: What is due at some steps only, and the global step of an update → the number of such updates. The
-            global step is kept, so that its id stays unique.
+        counts: What is due at some steps only, and the global step of an update → the number of
+            such updates. The global step is kept, so that its id stays unique.
     """
 
     updated: set[str] = dataclasses.field(default_factory=set)
@@ -95,15 +99,17 @@ class StepUpdates:
     counts: dict[tuple[str, int], tuple[Any, int]] = dataclasses.field(default_factory=dict)
 
     def add_optimizer(self, optimizer: Optimizer, state: Any) -> None:
-        update = MadeUpdate(optimizer.hyperparameters, trees.structure(state), trees.has_tracers(state))
+        update = MadeUpdate(
+            optimizer.hyperparameters, trees.structure(state), trees.has_tracers(state)
+        )
         if not update.is_in(self.made_to(update.structure)):
             self.made.append(update)
 
     def made_to(self, structure: Any) -> list[MadeUpdate]:
         """Return the updates of states of this structure.
 
-        A nested state has a step of its own, and perhaps values that exist in a loop only: what its optimizer reports
-        is for the user to return.
+        A nested state has a step of its own, and perhaps values that exist in a loop only: what its
+        optimizer reports is for the user to return.
         """
         return [update for update in self.made if update.structure == structure]
 
@@ -126,19 +132,24 @@ class StepUpdates:
     def note_due(self, name: str, step: object, *, increments: bool) -> None:
         _, count = self.counts.get((name, id(step)), (step, 0))
         self.counts[name, id(step)] = step, count + 1
-        # A loop is traced once, with a global step of its own. An update in it that leaves the step as it is makes
-        # sense only if there are several.
+        # A loop is traced once, with a global step of its own. An update in it that leaves the step
+        # as it is makes sense only if there are several.
         is_in_loop = step is not self.step and not increments
         if count or is_in_loop:
             self.repeated.add(name)
 
 
-_UPDATES: contextvars.ContextVar[StepUpdates | None] = contextvars.ContextVar("jstep_updates", default=None)
+_UPDATES: contextvars.ContextVar[StepUpdates | None] = contextvars.ContextVar(
+    "jstep_updates", default=None
+)
 
 
 @contextlib.contextmanager
 def watch_updates(state: Tree = None) -> Iterator[StepUpdates]:
-    """Collect the updates of a step in this context, and then warn of them; `state` is that which the step gets."""
+    """Collect the updates of a step in this context, and then warn of them.
+
+    `state` is that which the step gets.
+    """
     outer = _UPDATES.get()
     step = getattr(state, "global_step", None)
     if outer is not None:  # a step inside of another one, or one whose program is being traced
@@ -157,8 +168,9 @@ def watch_updates(state: Tree = None) -> Iterator[StepUpdates]:
 
 
 _ONCE_A_STEP = (
-    "An average moves once a step with ExponentialMovingAverage(…, per_step=True), if all updates of the step have "
-    "increment_global_step=False and it ends with state = jstep.increment_global_step(state, optimizer=optimizer)"
+    "An average moves once a step with ExponentialMovingAverage(…, per_step=True), "
+    "if all updates of the step have increment_global_step=False and it ends with state = "
+    "jstep.increment_global_step(state, optimizer=optimizer)"
 )
 
 
@@ -167,24 +179,25 @@ def _warn(found: StepUpdates) -> None:
     if leaves:
         log_once(
             logging.WARNING,
-            f"one update of the step has no gradient of {format_list(leaves)}, and another one has: the age of its "
-            "slots, which corrects the bias of averages, counts both (in PyTorch a parameter's own updates). "
-            "Otherwise add a term 0 * … of it to the loss that does not use it, or give it a label of its own in a "
-            "jstep.partition",
+            f"one update of the step has no gradient of {format_list(leaves)}, "
+            "and another one has: the age of its slots, which corrects the bias of averages, "
+            "counts both (in PyTorch a parameter's own updates). Otherwise add a term 0 * … of it "
+            "to the loss that does not use it, or give it a label of its own in a jstep.partition",
         )
     if found.per_step and not found.increments:
         log_once(
             logging.WARNING,
-            f"the averages {format_list(sorted(map(repr, found.per_step)))} never move: no update of this step "
-            f"increments the global step. {_ONCE_A_STEP}",
+            f"the averages {format_list(sorted(map(repr, found.per_step)))} never move: "
+            f"no update of this step increments the global step. {_ONCE_A_STEP}",
         )
     if found.repeated:
         log_once(
             logging.WARNING,
-            f"the step makes several updates, and {format_list(sorted(found.repeated))} looks at the global step, "
-            "which they share: in most steps it makes none of them, and in every k-th step all. To accumulate "
-            "gradients within a step, use minimize(num_microbatches=k); keep update_every outside of such steps, where "
-            f"a step is one update. {_ONCE_A_STEP}",
+            f"the step makes several updates, and {format_list(sorted(found.repeated))} "
+            "looks at the global step, which they share: in most steps it makes none of them, "
+            "and in every k-th step all. To accumulate gradients within a step, "
+            "use minimize(num_microbatches=k); keep update_every outside of such steps, "
+            f"where a step is one update. {_ONCE_A_STEP}",
         )
 
 
@@ -193,7 +206,7 @@ _EXACT_FORMATS = {"master_weights", "stochastic_rounding", "compact"}
 
 
 def note_step(optimizer: Optimizer | None, state: Any) -> None:
-    """Note the optimizer of a compiled step that is called in another one: it may have been traced before."""
+    """Note the optimizer of a compiled step in another one: it may have been traced before."""
     found = _UPDATES.get()
     if found is not None and optimizer is not None:
         found.add_optimizer(optimizer, state)
@@ -206,7 +219,9 @@ def note_end() -> None:
         found.increments = True
 
 
-def note_update(optimizer: Optimizer, state: Any, gradients: Updates, roles: Roles, *, increments: bool) -> None:
+def note_update(
+    optimizer: Optimizer, state: Any, gradients: Updates, roles: Roles, *, increments: bool
+) -> None:
     found = _UPDATES.get()
     if found is None:
         return
@@ -248,7 +263,9 @@ def _labels_with_age(ages: Collection[str], labels: Labels) -> set[str | None]:
     aging = set[str | None]()
     for age in ages:
         # Of the labels 'a' and 'a/b', the age 'a/b/start_step' is of the second.
-        owners = [label for label in all_labels if label is not None and age.startswith(f"{label}/")]
+        owners = [
+            label for label in all_labels if label is not None and age.startswith(f"{label}/")
+        ]
         if not owners:
             return all_labels
         aging.add(max(owners, key=len))
@@ -263,8 +280,8 @@ _KNOWN_UPDATES = "_jstep_updates"
 class _WeaklyKnown(NamedTuple):
     """What is known of a step that has no attributes of its own, such as a bound method.
 
-    A schedule may use the object to which the method belongs. So functions are not kept alive, as they would in turn
-    keep this object alive, for the life of the process.
+    A schedule may use the object to which the method belongs. So functions are not kept alive, as
+    they would in turn keep this object alive, for the life of the process.
     """
 
     owner: weakref.ref[Any]
@@ -281,7 +298,10 @@ def _object_and_method(step: Any) -> tuple[Any, Any]:
 
 
 def remember_updates(step: Any, found: StepUpdates) -> None:
-    """Keep what a step trains with the step: another run may call the same compiled program without tracing it."""
+    """Keep what a step trains with the step.
+
+    Another run may call the same compiled program without tracing it.
+    """
     if not found.updated:
         return
     known = known_updates(step)
@@ -305,7 +325,10 @@ def _remember_weakly(step: Any, found: StepUpdates) -> None:
     owner, method = _object_and_method(step)
     key = id(owner), method
     reference = weakref.ref(owner, lambda _: _WEAKLY_KNOWN.pop(key, None))
-    made = [(weakref.ref(update.hyperparameters), update.structure, update.is_traced) for update in found.made]
+    made = [
+        (weakref.ref(update.hyperparameters), update.structure, update.is_traced)
+        for update in found.made
+    ]
     _WEAKLY_KNOWN[key] = _WeaklyKnown(reference, dataclasses.replace(found, made=[]), made)
 
 
@@ -324,22 +347,28 @@ def _weakly_known(step: Any) -> StepUpdates | None:
     for reference, structure, is_traced in known.made:
         hyperparameters = reference()
         if hyperparameters is None:
-            # The optimizer was made within a call and is gone: it is not known which updates another call makes.
+            # The optimizer was made within a call and is gone: it is not known which updates
+            # another call makes.
             return dataclasses.replace(known.found, has_varied=True)
         made.append(MadeUpdate(hyperparameters, structure, is_traced))
     return dataclasses.replace(known.found, made=made)
 
 
 def known_compiled(step: Any, structure: Any) -> list[MadeUpdate]:
-    """Return the updates of a state that each call of a step is known to make; none if its calls differ."""
+    """Return the updates of a state that each call of a step is known to make.
+
+    There are none if its calls differ.
+    """
     known = known_updates(step)
     if known is None or known.has_varied:
         return []
     return known.made_to(structure)
 
 
-def warn_of_unfrozen(name: str, first: int, earlier: Collection[StepUpdates], stage: StepUpdates) -> None:
-    """Warn if a stage trains leaves that no earlier one did, with the age of leaves that were trained."""
+def warn_of_unfrozen(
+    name: str, first: int, earlier: Collection[StepUpdates], stage: StepUpdates
+) -> None:
+    """Warn if a stage trains leaves that no earlier one did, with the age of trained leaves."""
     trained: set[str] = set()
     counting_labels: set[str | None] = set()
     for other in earlier:
@@ -355,8 +384,8 @@ def warn_of_unfrozen(name: str, first: int, earlier: Collection[StepUpdates], st
         return
     log_once(
         logging.WARNING,
-        f"from step {first} on, {name} trains {format_list(list(map(repr, unfrozen)))} for the first time, with an "
-        "age that has counted the updates of other parameters: an optimizer that corrects a bias by it, as Adam does, "
-        "makes their first updates too large. Give them a label of their own in a jstep.partition, whose age begins "
-        "with its first update",
+        f"from step {first} on, {name} trains {format_list(list(map(repr, unfrozen)))} for the "
+        "first time, with an age that has counted the updates of other parameters: an optimizer "
+        "that corrects a bias by it, as Adam does, makes their first updates too large. Give them "
+        "a label of their own in a jstep.partition, whose age begins with its first update",
     )

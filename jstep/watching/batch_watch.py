@@ -1,7 +1,8 @@
 """The observer that checks whether a restart reads the batch that was read before it.
 
-A background thread hashes the batch that follows each checkpoint, once its step is dispatched. The hashes are in the
-file of the start, or of the process. A start that resumes hashes its first batch, and compares it.
+A background thread hashes the batch that follows each checkpoint, once its step is dispatched. The
+hashes are in the file of the start, or of the process. A start that resumes hashes its first batch,
+and compares it.
 """
 
 import functools
@@ -37,14 +38,15 @@ _OTHER_BATCH = (
 
 
 class BatchWatch(Observer):
-    """The observer that hashes the batch after each checkpoint, and the first one after a restart."""
+    """The observer that hashes the batch after each checkpoint, and the first after a restart."""
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
-        self._step: int | None = None  # of the batch that is to be hashed, once its step is dispatched
+        # The step of the batch that is to be hashed, once that step is dispatched.
+        self._step: int | None = None
         self._tasks = SerialTasks("jstep-batch-hash", _not_hashed, daemon=True)
-        # Step → hashes of layout, content and settings. Only tasks change it, which run one after the other, and they
-        # replace it: the loop reads it meanwhile.
+        # Step → hashes of layout, content and settings. Only tasks change it, which run one after
+        # the other, and they replace it: the loop reads it meanwhile.
         self._hashes: dict[str, Any] = {}
         self._settings_hash = ""
 
@@ -52,7 +54,11 @@ class BatchWatch(Observer):
         run = self._run
         if run.saver is None:
             return
-        if run.origin.is_restored and not run.origin.is_at_branch_point and run.components.batches.source.is_seekable:
+        if (
+            run.origin.is_restored
+            and not run.origin.is_at_branch_point
+            and run.components.batches.source.is_seekable
+        ):
             self._tasks.add(self._read_hashes)
             self._watch(run.course.first)
 
@@ -60,17 +66,27 @@ class BatchWatch(Observer):
         run = self._run
         if run.saver is None or (step <= run.course.first and run.origin.is_restored):
             return {}
-        if any(int(known) >= step for known in list(self._hashes)):  # of a start whose steps are run again
+        if any(int(known) >= step for known in list(self._hashes)):
+            # Those of a start whose steps are run again.
             self._tasks.add(functools.partial(self._drop_hashes_from, step))
         self._watch(step)
         return {}
 
     def on_close(self) -> None:
-        """Hash the batch after the last checkpoint, whose step is not run any more, if reading it changes nothing."""
+        """Hash the batch after the last checkpoint, if reading it changes nothing.
+
+        The step of that batch is not run any more.
+        """
         batches = self._run.components.batches.source.given if self._run.is_open else None
         step = self._step
-        if step is not None and isinstance(batches, BatchSequence | list | tuple) and jax.process_count() == 1:
-            self._tasks.add(lambda: self._add_hash(step, trees.batch_to_args(copy_batch(batches[step]))))
+        if (
+            step is not None
+            and isinstance(batches, BatchSequence | list | tuple)
+            and jax.process_count() == 1
+        ):
+            self._tasks.add(
+                lambda: self._add_hash(step, trees.batch_to_args(copy_batch(batches[step])))
+            )
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._run.signals.received_twice:
@@ -98,12 +114,16 @@ class BatchWatch(Observer):
         if process_file is not None:
             known = process_file.fields["batches"]
         else:
-            # Of the start that saved the checkpoint, and of later ones, which may have read the batch after it, too.
+            # Of the start that saved the checkpoint, and of later ones, which may have read the
+            # batch after it, too.
             saved_by = run.origin.extra.get(PAST, {}).get(START) or [math.inf]
             for start in earlier_starts(run):
                 if start["number"] >= saved_by[0]:
                     known |= start["batches"]
-        self._hashes = {**self._hashes, **{step: entry for step, entry in known.items() if step.isdecimal()}}
+        self._hashes = {
+            **self._hashes,
+            **{step: entry for step, entry in known.items() if step.isdecimal()},
+        }
 
     def _drop_hashes_from(self, step: int) -> None:
         self._hashes = {known: entry for known, entry in self._hashes.items() if int(known) < step}
@@ -126,11 +146,12 @@ class BatchWatch(Observer):
             file.due.set()
 
     def _hash_settings(self) -> str:
-        """Return a hash of the config and of the definition of the batches, whose change is intended."""
+        """Return a hash of the config and of the batches' definition, whose change is intended."""
         if not self._settings_hash:
             described = describe_batches(self._run.components.batches.source.given)
             definition = {name: part for name, part in described.items() if name not in _LENGTHS}
-            self._settings_hash = hash_strings(repr(self._run.options.config), repr(definition))[:16]
+            digest = hash_strings(repr(self._run.options.config), repr(definition))
+            self._settings_hash = digest[:16]
         return self._settings_hash
 
     def _compare(self, step: int, earlier: Sequence[str], entry: Sequence[str]) -> None:

@@ -22,9 +22,10 @@ _ROUNDING = 2**-24
 
 
 class EndedRates(Observer):
-    """The observer that samples the learning rates of the last stage, in a thread, when a run begins.
+    """The observer that samples the last stage's learning rates, in a thread, when a run begins.
 
-    Not in the loop's thread, as it compiles a program, and not at a restart, whose first start was warned.
+    Not in the loop's thread, as it compiles a program, and not at a restart, whose first start was
+    warned.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -42,12 +43,16 @@ class EndedRates(Observer):
         # A later stage has other rates than the first one.
         stage = run.train_steps.index(last_step - 1)
         if last_step - run.train_steps.firsts[stage] < 4:
-            return  # in a run of 3 steps, step 1 is one of the last two; a later stage as short is not judged either
+            # In a run of 3 steps, step 1 is one of the last two; a later stage as short is not
+            # judged either.
+            return
         train_step = step_function(run.train_steps.values[stage])
         if train_step is None:
             return
         optimizer = train_step.optimizer
-        self._task = run_in_background(lambda: _warn_of_ended_rate(optimizer, last_step), name="jstep-rates")
+        self._task = run_in_background(
+            lambda: _warn_of_ended_rate(optimizer, last_step), name="jstep-rates"
+        )
 
     def on_close(self) -> None:
         if self._task is not None:
@@ -56,8 +61,9 @@ class EndedRates(Observer):
 
 def _warn_of_ended_rate(optimizer: Any, last_step: int) -> None:
     """Warn if all learning rates are 0 in the last two steps."""
-    # Steps 1 and `last_step // 2` may be before the stage: a schedule that ended before it began is 0 in all of the
-    # stage, and a mistake all the same. A rate that is 0 everywhere is none: it is meant to train nothing.
+    # Steps 1 and `last_step // 2` may be before the stage: a schedule that ended before it began is
+    # 0 in all of the stage, and a mistake all the same. A rate that is 0 everywhere is none: it is
+    # meant to train nothing.
     rates = _sample_rates(optimizer, [1, last_step // 2, last_step - 2, last_step - 1])
     if rates is None:
         return
@@ -65,18 +71,23 @@ def _warn_of_ended_rate(optimizer: Any, last_step: int) -> None:
     largest = max(early, middle)
     if largest > 0 and last_but_one == last and last <= _ROUNDING * largest:
         logger.warning(
-            "the learning rate is 0 in the last steps of the run, before step %d, so these do not train: its schedule "
-            "ends before the run does; give it more steps, or end the run earlier (last_step)",
+            "the learning rate is 0 in the last steps of the run, before step %d, so "
+            "these do not train: its schedule ends before the run does; give it more "
+            "steps, or end the run earlier (last_step)",
             last_step,
         )
 
 
 def _sample_rates(optimizer: Any, steps: list[int]) -> list[float] | None:
-    """Return the largest learning rate at each of these steps; None if no rate depends on the step."""
+    """Return the largest learning rate at each of these steps; None if none depends on the step."""
     are_scheduled: list[bool] = []  # filled while `largest_rate` is traced
 
     def largest_rate(step: Any) -> Any:
-        rates = [value for name, value in optimizer.hyperparameters(step).items() if is_learning_rate(name)]
+        rates = [
+            value
+            for name, value in optimizer.hyperparameters(step).items()
+            if is_learning_rate(name)
+        ]
         are_scheduled.extend(map(trees.is_traced, rates))
         return jnp.max(jnp.stack([jnp.max(jnp.abs(rate)) for rate in rates]))
 
@@ -87,7 +98,8 @@ def _sample_rates(optimizer: Any, steps: list[int]) -> list[float] | None:
             return None
         with internal_transfers():
             rates: list[float] = traced.lower().compile()(steps_array).tolist()
-    except Exception as error:  # a schedule that needs a concrete step, or a hyperparameter that is no number
+    except Exception as error:
+        # A schedule that needs a concrete step, or a hyperparameter that is not a number.
         logger.debug("whether the learning rate is 0 in the end is not known: %s", error)
         return None
     return rates

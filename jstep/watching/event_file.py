@@ -25,7 +25,7 @@ _BUCKET_FLUSH_SECS = 10.0
 
 
 class EventFile(Observer):
-    """The observer that opens the event file, and adds summaries unless the user has a hook for them."""
+    """The observer that opens the event file, and adds summaries unless a user's hook does."""
 
     options = frozenset({"logdir", "save_summaries_steps"})
 
@@ -39,13 +39,18 @@ class EventFile(Observer):
         if self._writer is None:
             return ()
         self._run.shared[SummaryWriter] = self._writer
-        has_summaries = any(isinstance(hook, SummarySaverHook) and uses_writer_of_run(hook) for hook in hooks)
+        has_summaries = any(
+            isinstance(hook, SummarySaverHook) and uses_writer_of_run(hook) for hook in hooks
+        )
         if options.save_summaries_steps is None or has_summaries:
             return ()
         return (SummarySaverHook(save_steps=options.save_summaries_steps),)
 
     def on_save(self, step: int) -> dict[str, Any]:
-        """Hand all summaries over: a run that resumes from this checkpoint does not write earlier ones again."""
+        """Hand all summaries over.
+
+        A run that resumes from this checkpoint does not write earlier ones again.
+        """
         if self._writer is not None:
             try:
                 drain(self._writer)
@@ -62,11 +67,16 @@ def _open_writer(run: RunContext) -> SummaryWriter | None:
     options = run.options
     if options.logdir is None or options.directory is None:
         return None
-    suffix = suffix_of_run(os.fspath(options.logdir), options.directory, options.prefix, run.origin.name)
+    suffix = suffix_of_run(
+        os.fspath(options.logdir), options.directory, options.prefix, run.origin.name
+    )
     secs = _BUCKET_FLUSH_SECS if is_url(options.logdir) else _FLUSH_SECS
     paths: list[str] = []  # filled below, once the writer has a path
-    run.closing.callback(_remove_if_idle, run, paths)  # pushed first, and so called after the writer is closed
-    writer = run.closing.enter_context(SummaryWriter(options.logdir, filename_suffix=suffix, flush_secs=secs))
+    # Pushed first, and so called after the writer is closed.
+    run.closing.callback(_remove_if_idle, run, paths)
+    writer = run.closing.enter_context(
+        SummaryWriter(options.logdir, filename_suffix=suffix, flush_secs=secs)
+    )
     if writer.path is not None:
         paths += _mark_start(run, writer, writer.path)
     if options.config and processes.is_process_0():
@@ -76,12 +86,16 @@ def _open_writer(run: RunContext) -> SummaryWriter | None:
 
 
 def _mark_start(run: RunContext, writer: SummaryWriter, path: str) -> list[str]:
-    """Mark where this start begins, so that TensorBoard drops what it replaces; return the files that this made."""
+    """Mark where this start begins; return the files that this made.
+
+    With the mark, TensorBoard drops what this start replaces.
+    """
     is_restored = run.origin.is_restored
     first = run.course.first
     if is_restored:
-        # TensorBoard drops the points from this step on. A run that resumes does not make the point at the restored
-        # step again, so that one is kept. A fresh run may evaluate its first state, which makes the point at `first`.
+        # TensorBoard drops the points from this step on. A run that resumes does not make the point
+        # at the restored step again, so that one is kept. A fresh run may evaluate its first state,
+        # which makes the point at `first`.
         first += 1
     owns_directory = run.origin.kind is Kind.RESUMED or not _follows_other_run(run)
     marks = marks_of_start(path, first, owns_directory=owns_directory, is_new=not is_restored)
@@ -98,7 +112,7 @@ def _as_hparams(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _remove_if_idle(run: RunContext, paths: Sequence[str]) -> None:
-    """Remove the event files of a start that has found the end of the run, and had nothing to do there.
+    """Remove the event files of a start that found the end of the run, and had nothing to do.
 
     This is known only once it has ended, as its batches may turn out to be used up.
     """
@@ -113,8 +127,8 @@ def _remove_if_idle(run: RunContext, paths: Sequence[str]) -> None:
 def _follows_other_run(run: RunContext) -> bool:
     """Whether the start before this one, which does not resume, belongs to another run.
 
-    It does if it has finished, or if its process is alive. If it was killed, or has failed, this start makes the same
-    steps again, and replaces it.
+    It does if it has finished, or if its process is alive. If it was killed, or has failed, this
+    start makes the same steps again, and replaces it.
     """
     earlier = earlier_starts(run)
     if not earlier:

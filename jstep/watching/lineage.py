@@ -1,4 +1,4 @@
-"""What the records of earlier starts know of where a run comes from, beyond what its checkpoint says."""
+"""What earlier starts' records know of a run's origin, beyond what its checkpoint says."""
 
 import contextlib
 import os
@@ -15,13 +15,15 @@ from jstep.stores.untrusted import RecordedRun
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 
 
-def find_lineage(options: Options, origin: Origin, earlier: Sequence[Start], new_name: str) -> Lineage:
+def find_lineage(
+    options: Options, origin: Origin, earlier: Sequence[Start], new_name: str
+) -> Lineage:
     """Return where a run comes from that does not branch off here.
 
     | directory | its lineage |
     |---|---|
-    | a copy of another run's, in which this is the first start | a new name, and the original's checkpoint as parent |
-    | such a copy, in which earlier starts have saved nothing | as the newest start has recorded it |
+    | a copy of a run's, at its first start | a new name, and the original's checkpoint as parent |
+    | such a copy, in which earlier starts saved nothing | as the newest start has recorded it |
     | any other | as the checkpoint says; unknown without one |
 
     Args:
@@ -49,9 +51,10 @@ def find_lineage(options: Options, origin: Origin, earlier: Sequence[Start], new
 
 
 def find_run_of_best(path: str) -> str | None:
-    """Return the name of the run that kept the best checkpoint at a path, which does not say it; None if unknown.
+    """Return the name of the run that kept the best checkpoint at a path; None if unknown.
 
-    The start that kept it is recorded in the directory of its run: that of the checkpoint, or the one above.
+    The checkpoint does not say it. The start that kept it is recorded in the directory of its run:
+    that of the checkpoint, or the one above.
     """
     if is_url(path):
         return None
@@ -68,4 +71,6 @@ def find_run_of_best(path: str) -> str | None:
 def _has_kept(start: Start, run: RecordedRun, path: str) -> bool:
     """Whether a start of a run has kept the checkpoint at this resolved path as a best one."""
     kept_paths = [run.find(kept_path) for _, _, kept_path in start["best"].values()]
-    return any(kept_path is not None and resolve_path(kept_path) == path for kept_path in kept_paths)
+    return any(
+        kept_path is not None and resolve_path(kept_path) == path for kept_path in kept_paths
+    )

@@ -1,4 +1,7 @@
-"""The observers that add log lines: the counter of steps, whose rate lines and bars show, and the lines themselves."""
+"""The observers that add log lines: the counter of steps, and the lines themselves.
+
+Lines and bars show the rate of the counter.
+"""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -18,7 +21,10 @@ class LinesReplaced:
 
 
 class Rates(Observer):
-    """The observer that adds a counter of steps, unless the user has one; before all that show its rate."""
+    """The observer that adds a counter of steps, unless the user has one.
+
+    It comes before all that show its rate.
+    """
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
@@ -31,7 +37,9 @@ class Rates(Observer):
                 run.shared[StepCounterHook] = hook
                 return ()
         options = run.options
-        counter = StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
+        counter = StepCounterHook(
+            every_n_steps=options.log_steps or options.save_summaries_steps or 100
+        )
         run.shared[StepCounterHook] = counter
         return (counter,)
 

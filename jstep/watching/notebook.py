@@ -39,7 +39,9 @@ class ShownLines(logging.Handler):
 class BarDetails:
     """What is below the bar: log lines, a table of evaluations, and curves."""
 
-    def __init__(self, run: RunInfo, histories: Sequence[History], clock: Clock, lines: ShownLines) -> None:
+    def __init__(
+        self, run: RunInfo, histories: Sequence[History], clock: Clock, lines: ShownLines
+    ) -> None:
         self._run = run
         self._histories = histories
         self._clock = clock
@@ -60,7 +62,7 @@ class BarDetails:
         return "".join(shown)
 
     def _table_html(self) -> str:
-        """Return a table with a row for each evaluated step, and a column for each result; empty without any."""
+        """Return a table of evaluated steps (rows) and results (columns); empty without any."""
         rows: dict[int, dict[str, Any]] = {}
         names: dict[str, None] = {}  # an ordered set
         for hook in self._run.evaluations:

@@ -1,4 +1,7 @@
-"""The observer that records the times of each process but the first, which the `Recorder` of process 0 cannot know."""
+"""The observer that records the times of each process but the first.
+
+The `Recorder` of process 0 cannot know them.
+"""
 
 import threading
 from typing import Any
@@ -15,12 +18,14 @@ from jstep.stores.owners import this_process
 
 
 class ProcessRecorder(Observer):
-    """The observer that writes the file of a process, every `ProcessFile.period` seconds and at the end."""
+    """The observer that writes a process's file, each `ProcessFile.period` seconds and last."""
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._write_periodically, name="jstep-process-record", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write_periodically, name="jstep-process-record", daemon=True
+        )
 
     def on_restored(self, start_number: int) -> None:
         run = self._run
@@ -29,7 +34,8 @@ class ProcessRecorder(Observer):
         if where is None or index == 0 or not start_number:
             return
         prefix = run.options.prefix
-        # The file is replaced, but for the hashes of batches, with which a restart compares its first one.
+        # The file is replaced, but for the hashes of batches, with which a restart compares its
+        # first one.
         earlier = None if not run.origin.is_restored else read_process(where, prefix, index)
         batches = {} if earlier is None else earlier["batches"]
         fields = {"start": start_number, "process": this_process(), "batches": batches}

@@ -21,7 +21,13 @@ from jstep.logs.history import History
 from jstep.logs.speed import StepCounterHook, format_utilization
 from jstep.loop.observer import Observer
 from jstep.loop.run_context import RunContext
-from jstep.metering.numbers import TransferQueue, format_numbers, numbers_in, sorted_numbers, start_transfer
+from jstep.metering.numbers import (
+    TransferQueue,
+    format_numbers,
+    numbers_in,
+    sorted_numbers,
+    start_transfer,
+)
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.global_step import state_step
 from jstep.state.train_state import TrainState
@@ -31,14 +37,15 @@ from jstep.watching.notebook import BarDetails, NotebookBar, ShownLines
 
 
 class Progress(Observer):
-    """A progress bar on a terminal, or if requested by `train(progress=True)`, in place of log lines."""
+    """A progress bar in place of log lines: on a terminal, or with `train(progress=True)`."""
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
         wanted = run.options.progress
         self._hook: ProgressHook | None = None
         self._is_shown = wanted is not False and processes.is_process_0()
-        # `getattr`, as a program may have replaced `sys.stderr` by a stream with `write` and `flush` only.
+        # `getattr`, as a program may have replaced `sys.stderr` by a stream with `write` and
+        # `flush` only.
         is_terminal = getattr(sys.stderr, "isatty", bool)() and importlib.util.find_spec("tqdm")
         self._lines: ShownLines | None = None
         if self._is_shown and wanted is None and is_notebook():
@@ -71,10 +78,11 @@ class Progress(Observer):
 
 
 class ProgressHook(RunHook):
-    """A tqdm progress bar (extra `progress`): the loss, held hyperparameters, results of evaluations, examples/s.
+    """A tqdm progress bar (extra `progress`).
 
-    It counts the steps that the device has finished. If the peak of the device is known, it also shows the utilization
-    (see `StepCounterHook`).
+    It shows the loss, held hyperparameters, results of evaluations and examples/s. It counts the
+    steps that the device has finished. If the peak of the device is known, it also shows the
+    utilization (see `StepCounterHook`).
 
     Args:
         last_step: The step at which the run ends, or None.
@@ -89,7 +97,12 @@ class ProgressHook(RunHook):
     _instead = "use tqdm"
 
     def __init__(
-        self, *, last_step: int | None, every_n_secs: float = 0.25, file: object = None, clock: Clock = time.monotonic
+        self,
+        *,
+        last_step: int | None,
+        every_n_secs: float = 0.25,
+        file: object = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._file = file
         self._clock = clock
@@ -103,7 +116,9 @@ class ProgressHook(RunHook):
         try:
             import tqdm
         except ImportError as error:
-            raise ImportError("a progress line needs tqdm: pip install 'jstep[progress]'") from error
+            raise ImportError(
+                "a progress line needs tqdm: pip install 'jstep[progress]'"
+            ) from error
         return tqdm.tqdm
 
     def begin(self, state: TrainState) -> None:
@@ -177,7 +192,9 @@ class ProgressHook(RunHook):
 class _NotebookHook(ProgressHook):
     """The same bar in the output of a notebook cell."""
 
-    def __init__(self, lines: ShownLines, histories: Sequence[History], *, last_step: int | None) -> None:
+    def __init__(
+        self, lines: ShownLines, histories: Sequence[History], *, last_step: int | None
+    ) -> None:
         self._lines = lines
         self._histories = histories
         super().__init__(last_step=last_step)
@@ -196,7 +213,8 @@ class _NotebookHook(ProgressHook):
     def _numbers(self) -> dict[str, Any]:
         self._run.sums.cut()
         return sorted_numbers(
-            {**(self._run.metrics or {}), **self._ratios.newest_values()}, self._run.components.constant_metrics()
+            {**(self._run.metrics or {}), **self._ratios.newest_values()},
+            self._run.components.constant_metrics(),
         )
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The numbers in the record of a start that change all the time: metrics, best checkpoints, times, memory."""
+"""The numbers in a start's record that always change: metrics, best checkpoints, times, memory."""
 
 import contextlib
 import itertools
@@ -29,19 +29,22 @@ _MAX_VALUES = 128
 _MAX_BYTES = 4096
 """The size of the recorded ones as JSON."""
 _LASTING_SECS = 1.0
-"""The seconds for which a phase must have lasted to be recorded: a start that is killed within the next second, the
-period of the record, has probably not left it."""
+"""The seconds for which a phase must have lasted to be recorded: a start that is killed within the
+next second, the period of the record, has probably not left it."""
 
 
 class _Samples(NamedTuple):
-    """The seconds in which the loop was in a hook, and those of them in which the device computed."""
+    """The seconds in which the loop was in a hook, and in which the device then computed."""
 
     hooks: int = 0
     computing: int = 0
 
 
 class RecordNumbers:
-    """The current numbers of a run, for its record. Any thread may read them; nothing waits for the device."""
+    """The current numbers of a run, for its record.
+
+    Any thread may read them; nothing waits for the device.
+    """
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
@@ -50,10 +53,12 @@ class RecordNumbers:
         self._samples = _Samples()
         # For `read`, which the loop, the thread that writes the record, and savers call.
         self._lock = threading.Lock()
-        # Metrics that were not ready when `read` looked at them. It does not take newer ones before it has read these:
-        # the newest are those of the latest call, and a loop that is ahead of the device would never find them ready.
+        # Metrics that were not ready when `read` looked at them. It does not take newer ones before
+        # it has read these: the newest are those of the latest call, and a loop that is ahead of
+        # the device would never find them ready.
         self._pending: dict[str, Any] | None = None
-        # What is recorded. Both are replaced, not changed, so that they may be read without the lock.
+        # What is recorded. Both are replaced, not changed, so that they may be read without the
+        # lock.
         self._values: dict[str, Any] = {}
         self._best: dict[str, Any] = {}
         self.changes = StateChanges()
@@ -73,7 +78,7 @@ class RecordNumbers:
     # Reading.
 
     def read(self) -> None:
-        """Take the metrics of the latest step once they are ready, and what evaluations have found."""
+        """Take the metrics of the latest step once they are ready, and evaluations' results."""
         run = self._run
         if not run.is_open or file_of(run) is None:
             return
@@ -105,7 +110,10 @@ class RecordNumbers:
         return arrived | self._ratios.newest_values()
 
     def _sort_by_interest(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return values with the loss and the metrics of callbacks first: these are recorded if there are too many."""
+        """Return values with the loss and the metrics of callbacks first.
+
+        These are recorded if there are too many.
+        """
         names = [LOSS]
         for hook in self._run.evaluations:
             names += [name for name, _ in watched_metrics(hook)]
@@ -113,7 +121,7 @@ class RecordNumbers:
         return first | values
 
     def read_latest(self) -> None:
-        """Like `read`, with those of the latest step even if an earlier step's were not ready before."""
+        """Like `read`, with the latest step's even if an earlier step's were not ready before."""
         with contextlib.suppress(Exception):  # a step that failed has no metrics
             self._run.sums.cut()
         if self._pending is not None:
@@ -121,7 +129,7 @@ class RecordNumbers:
         self.read()
 
     def sample(self) -> None:
-        """Called once a second: note whether the device computes while the loop is in a hook, or in the body."""
+        """Called once a second: note if the device computes during a hook or the body."""
         watch = self._run.watch
         if watch.current != stopwatch.HOOKS and watch.body_began is None:
             return
@@ -138,7 +146,9 @@ class RecordNumbers:
         samples = self._samples
         computing: float | None = None
         if samples.hooks:
-            computing = times["seconds"].get(stopwatch.HOOKS, 0.0) * samples.computing / samples.hooks
+            computing = (
+                times["seconds"].get(stopwatch.HOOKS, 0.0) * samples.computing / samples.hooks
+            )
         counter = run.shared.get(StepCounterHook)
         return {
             "now": stopwatch.CLOCKS.wall(),
@@ -180,7 +190,10 @@ class RecordNumbers:
 
 
 def _host_memory() -> dict[str, int | None]:
-    """Return the memory of this process, current and maximum; None if the system does not report it as Linux does."""
+    """Return the memory of this process, current and maximum.
+
+    It is None if the system does not report it as Linux does.
+    """
     with contextlib.suppress(OSError, ValueError, KeyError), open("/proc/self/status") as file:
         kibibytes = dict(re.findall(r"^(VmRSS|VmHWM):\s*(\d+)", file.read(), re.MULTILINE))
         return {

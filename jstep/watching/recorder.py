@@ -1,7 +1,7 @@
 """The observer that records a start in a file of its own.
 
-Besides the loop, three kinds of threads use it: one writes the file every second, those of savers call `flush`, and one
-describes the start and each of its programs.
+Besides the loop, three kinds of threads use it: one writes the file every second, those of savers
+call `flush`, and one describes the start and each of its programs.
 """
 
 import contextlib
@@ -56,9 +56,10 @@ _JOIN_SECS = 10
 
 
 class Recorder(Observer):
-    """The observer that writes the file of a start: at some events, and every `StartFile.period` seconds in between.
+    """The observer that writes the file of a start.
 
-    Only process 0 writes, and only if the run has a checkpoint_dir or a logdir.
+    It does so at some events, and every `StartFile.period` seconds in between. Only process 0
+    writes, and only if the run has a checkpoint_dir or a logdir.
     """
 
     options = frozenset({"config"})
@@ -66,10 +67,13 @@ class Recorder(Observer):
     def __init__(self, run: RunContext) -> None:
         self.run = run
         self._numbers = RecordNumbers(run)
-        self._earlier: Sequence[Start] | None = None  # the starts before this one; None until they are read
+        # The starts before this one; None until they are read.
+        self._earlier: Sequence[Start] | None = None
         self._problem: Exception | None = None  # why they cannot be read
         self._opening: Task[None] | None = None
-        self._thread = threading.Thread(target=self._write_periodically, name="jstep-record", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write_periodically, name="jstep-record", daemon=True
+        )
         self._ended = threading.Event()
         self._has_failed = False
         # Saves that have begun; `flush` moves them to the file just before they appear.
@@ -77,7 +81,8 @@ class Recorder(Observer):
         self._lock = threading.Lock()
         # Once the run is open, these belong to the tasks, which run one after the other.
         self._setup: dict[str, Any] = {}
-        self._saved_past: Mapping[str, Any] | None = None  # of the restored checkpoint, until it is compared
+        # That of the restored checkpoint, until it is compared.
+        self._saved_past: Mapping[str, Any] | None = None
         self._tasks = SerialTasks("jstep-setup", _not_recorded)
 
     # The start.
@@ -118,10 +123,15 @@ class Recorder(Observer):
         if where is None or not processes.is_process_0():
             return None
         _prepare_directories(self.run.options, has_saver=self.run.saver is not None)
-        # In a thread: a signal ends this wait, but leaves no start without its file. The task is made before its
-        # thread, so that `__exit__` either cancels it, or waits for the file and writes the end of the start.
+        # In a thread: a signal ends this wait, but leaves no start without its file. The task is
+        # made before its thread, so that `__exit__` either cancels it, or waits for the file and
+        # writes the end of the start.
         self._opening = Task()
-        run_in_background(functools.partial(self._open, where, origin), name="jstep-record-open", task=self._opening)
+        run_in_background(
+            functools.partial(self._open, where, origin),
+            name="jstep-record-open",
+            task=self._opening,
+        )
         wait_until_done(self._opening)
         self._opening.result()
         file = file_of(self.run)
@@ -160,7 +170,9 @@ class Recorder(Observer):
         with contextlib.suppress(Exception):  # the state may be shapes, or donated
             devices = describe_devices(state)
             contents["devices"] = f"{devices['of_state']}×{devices['kind']}"
-            contents["parameters"] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
+            contents["parameters"] = sum(
+                math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params)
+            )
         return {
             "run": lineage.name,
             "process": this_process(),
@@ -197,14 +209,18 @@ class Recorder(Observer):
             try:
                 self._numbers.sample()
                 file.write(self._numbers.fields())
-            except Exception as error:  # it must end neither the run nor its record, which lacks a second
+            except Exception as error:
+                # It must end neither the run nor its record, which lacks a second.
                 if not self._has_failed:
                     self._has_failed = True
-                    text = "the record of this run could not be written at one second, at least: %s: %s"
+                    text = (
+                        "the record of this run could not be "
+                        "written at one second, at least: %s: %s"
+                    )
                     logger.warning(text, type(error).__name__, error, extra=BELOW_BAR)
 
     def on_save(self, step: int) -> dict[str, Any]:
-        """Return the past of the checkpoint, which its restart compares, with the config and the commit."""
+        """Return the checkpoint's past, which a restart compares, with the config and commit."""
         extra = self.run.origin.extra
         file = file_of(self.run)
         if file is not None:
@@ -215,11 +231,13 @@ class Recorder(Observer):
                 self._begun_saves = [*self._begun_saves, save]
         has_past = self.run.origin.is_restored or PAST in extra
         if step <= self.run.course.first and has_past:
-            # No step was run: whoever resumes from here has to be compared with the start that trained this state.
+            # No step was run: whoever resumes from here has to be compared with the start that
+            # trained this state.
             return {key: extra[key] for key in (PAST, CONFIG, CODE) if key in extra}
         if not self._is_active():
             return {}
-        # As a function, which is called while the checkpoint is written: to hash the rows of the batches takes long.
+        # As a function, which is called while the checkpoint is written: to hash the rows of the
+        # batches takes long.
         kept: dict[str, Any] = {PAST: functools.partial(describe_past, self.run, step)}
         if self.run.options.config is not None:
             kept[CONFIG] = dict(self.run.options.config)
@@ -263,7 +281,12 @@ class Recorder(Observer):
 
         def record() -> None:
             self._setup = describe_setup(
-                run.options, run.given, run.train_steps, first, shapes, run.components.batches.source.given
+                run.options,
+                run.given,
+                run.train_steps,
+                first,
+                shapes,
+                run.components.batches.source.given,
             )
             self._write_setup()
 
@@ -287,7 +310,9 @@ class Recorder(Observer):
     def on_no_steps(self) -> None:
         self._tasks.add(functools.partial(self._compare_once, is_idle=True))
 
-    def _add_program(self, stage: Stage, traced: Any, constants: Mapping[str, Any], args: Any) -> None:
+    def _add_program(
+        self, stage: Stage, traced: Any, constants: Mapping[str, Any], args: Any
+    ) -> None:
         program = describe_program(stage.first, stage.single_step, traced, constants, args)
         self._setup = {**self._setup, "programs": [*self._setup.get("programs", ()), program]}
         self._write_setup()
@@ -323,13 +348,21 @@ class Recorder(Observer):
         if self._thread.is_alive():
             self._thread.join(timeout=_JOIN_SECS)
         status, reason, exception = _outcome(run, error)
-        fields = {"saved": self._completed(file.fields["saved"]), "end": [status, reason], "exception": exception}
+        fields = {
+            "saved": self._completed(file.fields["saved"]),
+            "end": [status, reason],
+            "exception": exception,
+        }
         file.close({**self._numbers.fields(), **fields})
 
     def _completed(self, saves: list[Any]) -> list[Any]:
-        """Return the saves without those that failed after `flush`, which are newer than the newest checkpoint."""
+        """Return the saves without those that failed after `flush`.
+
+        These are newer than the newest checkpoint.
+        """
         saver = self.run.saver
-        # After a second signal the run does not wait for a save that goes on, and which may still succeed.
+        # After a second signal the run does not wait for a save that goes on, and which may still
+        # succeed.
         if saver is None or self.run.signals.received_twice:
             return saves
         with contextlib.suppress(Exception):
@@ -344,7 +377,8 @@ def _prepare_directories(options: Options, *, has_saver: bool) -> None:
     With a Saver, the bucket has answered: its checkpoints were listed.
     """
     if not has_saver and options.directory is not None and is_url(options.directory):
-        # Listed once: the record and the event files would each wait for a bucket that does not answer.
+        # Listed once: the record and the event files would each wait for a bucket that does not
+        # answer.
         objects = Objects(options.directory)
         with objects.time_limit(START_TIMEOUT_SECS):
             objects.list(FOLDER, f"{FOLDER}~")
@@ -359,26 +393,33 @@ def _end_earlier(file: StartFile, *, claimed: bool) -> None:
     start = file.earlier[-1] if file.earlier else None
     if start is None or start["problem"] or start["end"] is not None:
         return
-    # Whoever has claimed the checkpoints knows that no other start of this run lives, also on another host.
+    # Whoever has claimed the checkpoints knows that no other start of this run lives, also on
+    # another host.
     if claimed or is_alive(start["process"]) is False:
-        file.end_earlier(start["number"], [KILLED, exit_reason(file.where, file.prefix, start["began"])])
+        file.end_earlier(
+            start["number"], [KILLED, exit_reason(file.where, file.prefix, start["began"])]
+        )
 
 
 def _not_recorded(error: Exception) -> None:
-    logger.warning("this run could not be recorded: %s: %s", type(error).__name__, error, extra=BELOW_BAR)
+    logger.warning(
+        "this run could not be recorded: %s: %s", type(error).__name__, error, extra=BELOW_BAR
+    )
 
 
 def _outcome(run: RunContext, error: BaseException | None) -> tuple[str, str, str | None]:
     """Return how a start has ended, why, and the type of its exception."""
     signals = run.signals
     course = run.course
-    # Not a KeyboardInterrupt or an exit of the user's own, nor what an earlier signal has not caused.
+    # Not a KeyboardInterrupt or an exit of the user's own, nor what an earlier signal has not
+    # caused.
     is_signal = error is not None and (signals.received_twice or signals.has_raised(error))
     if error is not None and (isinstance(error, Exception) or not is_signal):
         kind = type(error).__name__
         first_line = error_text(error).strip().partition("\n")[0]
         return FAILED, truncate(f"{kind}: {first_line}".rstrip(": "), _MAX_REASON), kind
-    # A signal that came while the end was made leaves a run that is finished, if nothing of its end was left out.
+    # A signal that came while the end was made leaves a run that is finished, if nothing of its end
+    # was left out.
     if is_signal and not course.is_finished:
         return "interrupted", signals.reason, None
     stopped_by = course.stopped_by

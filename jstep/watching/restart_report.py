@@ -1,8 +1,8 @@
 """The report of a restart: what has changed since its checkpoint was written.
 
-A checkpoint keeps the *past* of its run: which start saved it, with how many lanes, and which batches were trained on.
-A start that resumes from it compares its own past of the same steps, and its setup with that of the other start, if
-that is recorded in the same directory.
+A checkpoint keeps the *past* of its run: which start saved it, with how many lanes, and which
+batches were trained on. A start that resumes from it compares its own past of the same steps, and
+its setup with that of the other start, if that is recorded in the same directory.
 """
 
 import contextlib
@@ -26,7 +26,10 @@ from jstep.training.step import step_function
 from jstep.watching.start_setup import shortened
 
 _MAX_LINES = 40
-_UNTRAINED = "none of this has an effect, as the run takes no step: pass another checkpoint_dir, or a larger last_step"
+_UNTRAINED = (
+    "none of this has an effect, as the run takes no step: pass another checkpoint_dir, "
+    "or a larger last_step"
+)
 
 
 def describe_past(run: RunContext, step: int) -> dict[str, Any]:
@@ -46,8 +49,12 @@ def describe_past(run: RunContext, step: int) -> dict[str, Any]:
     return past
 
 
-def report_changes(run: RunContext, saved_past: Mapping[str, Any], setup: Mapping[str, Any], *, is_idle: bool) -> None:
-    """Log what has changed: a warning if the bits of the run do, and else a line if it is computed elsewhere.
+def report_changes(
+    run: RunContext, saved_past: Mapping[str, Any], setup: Mapping[str, Any], *, is_idle: bool
+) -> None:
+    """Log what has changed.
+
+    It is a warning if the bits of the run change, and else a line if it is computed elsewhere.
 
     Args:
         saved_past: The past in the checkpoint that is restored.
@@ -75,11 +82,16 @@ def report_changes(run: RunContext, saved_past: Mapping[str, Any], setup: Mappin
     if found.bits:
         _warn(checkpoint, [*found.bits, *found.place], is_idle=is_idle)
     elif found.place:
-        logger.info("%s: since this checkpoint was written, %s", checkpoint, "; ".join(map(printable, found.place)))
+        logger.info(
+            "%s: since this checkpoint was written, %s",
+            checkpoint,
+            "; ".join(map(printable, found.place)),
+        )
 
 
 def _find_start(starts: Iterable[Start], wanted: Any) -> Start | None:
-    # Not by its number alone: the checkpoint that a branch begins from was saved by a start of another run.
+    # Not by its number alone: the checkpoint that a branch begins from was saved by a start of
+    # another run.
     for start in starts:
         if [start["number"], start["began"]] == wanted:
             return start
@@ -95,21 +107,27 @@ def _compare_setups(file: StartFile, earlier: Start, current: Mapping[str, Any])
     )
 
 
-def _batch_change(checkpoint: str, step: int, saved_past: Mapping[str, Any], past: Mapping[str, Any]) -> list[str]:
+def _batch_change(
+    checkpoint: str, step: int, saved_past: Mapping[str, Any], past: Mapping[str, Any]
+) -> list[str]:
     """Return a line if other rows would have been trained on before the checkpoint."""
     if "rows" not in saved_past or "rows" not in past or saved_past["rows"] == past["rows"]:
         return []
-    found = changes({"setup": {"batches": saved_past.get("batches") or {}}}, {"setup": {"batches": past["batches"]}})
+    found = changes(
+        {"setup": {"batches": saved_past.get("batches") or {}}},
+        {"setup": {"batches": past["batches"]}},
+    )
     lines = [line.removeprefix("batches: ") for line in found.lines]
     why = "; ".join(lines) or "their definition is the same, but the rows are not"
     return [
-        f"batches: those before step {step} are not the ones that {checkpoint} was trained on: {why}. The run "
-        f"continues with batch {step} of the new definition, so rows may be repeated or left out."
+        f"batches: those before step {step} are not the ones that {checkpoint} was "
+        f"trained on: {why}. The run continues with batch {step} of the new "
+        "definition, so rows may be repeated or left out."
     ]
 
 
 def _rate_change(run: RunContext, earlier: Start, step: int, bits: list[str]) -> list[str]:
-    """Return a line if the learning rate of the last step before the checkpoint would be another one now.
+    """Return a line if the learning rate just before the checkpoint would now be another one.
 
     If a schedule has changed, the other lines show its arguments, or its operations.
     """
@@ -122,7 +140,8 @@ def _rate_change(run: RunContext, earlier: Start, step: int, bits: list[str]) ->
     is_named = any(re.match(r"learning_rate(\[\d+\])?: ", line) for line in bits)
     if not bits or recorded_rate is None or pure_step is None or is_named:
         return []
-    with contextlib.suppress(Exception), internal_transfers():  # it is held in the state, or has another name
+    with contextlib.suppress(Exception), internal_transfers():
+        # The rate may be held in the state, or have another name.
         rate = float(pure_step.optimizer.hyperparameters(step - 1)["learning_rate"])  # type: ignore[union-attr]
         # The recorded one may be a float32.
         if abs(rate - recorded_rate) > 1e-5 * max(abs(rate), abs(recorded_rate)):

@@ -18,8 +18,8 @@ from jstep.training.watched_updates import known_updates
 class RoundedUpdates(Observer):
     """The observer that looks at what the first call of a stage has updated.
 
-    Not at the parameters alone: a bfloat16 model below float32 adapters is not updated, and loses nothing. Nor at a
-    restart, whose first start has said it.
+    Not at the parameters alone: a bfloat16 model below float32 adapters is not updated, and loses
+    nothing. Nor at a restart, whose first start has said it.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -30,16 +30,23 @@ class RoundedUpdates(Observer):
         stage = chunk.program.stage
         found = known_updates(stage.step)
         is_restart = self._run.origin.kind is Kind.RESUMED
-        if found is None or not found.rounded or is_restart or self._is_said or not processes.is_process_0():
+        if (
+            found is None
+            or not found.rounded
+            or is_restart
+            or self._is_said
+            or not processes.is_process_0()
+        ):
             return
         self._is_said = True
         # Half of the smallest distance between neighbors, as a share of them.
         finfo: Any = jnp.finfo
         lost = min(float(finfo(dtype).eps) / 4 for dtype in found.rounded.values())
         logger.info(
-            "the parameters %s are %s, and %s rounds them after each update: one below %.2g of a value changes "
-            "nothing; use master_weights(optimizer), stochastic_rounding(optimizer, key) or compact(optimizer), or "
-            "float32 parameters that the loss casts",
+            "the parameters %s are %s, and %s rounds them after each update: one below %.2g of a "
+            "value changes nothing; use master_weights(optimizer), "
+            "stochastic_rounding(optimizer, key) or compact(optimizer), or float32 parameters "
+            "that the loss casts",
             format_list(sorted(map(repr, found.rounded))),
             " and ".join(sorted({dtype.name for dtype in found.rounded.values()})),
             stage.name,

@@ -1,8 +1,9 @@
-"""The observer of stalls: it reports what each process waits for, and ends a run that stalls for too long.
+"""The observer of stalls.
 
-The loop does not call it. About once a second, in a thread of its own, it reads what the loop says that it is doing
-(`Course.activity`), what waiting threads say (`core.threads.doing`), and how long the same activity has lasted before
-(`Stopwatch.lasted`).
+It reports what each process waits for, and ends a run that stalls for too long. The loop does not
+call it. About once a second, in a thread of its own, it reads what the loop says that it is doing
+(`Course.activity`), what waiting threads say (`core.threads.doing`), and how long the same activity
+has lasted before (`Stopwatch.lasted`).
 """
 
 import faulthandler
@@ -41,8 +42,12 @@ _HOST_WAITS = (_BATCH, _COMPILE, _START)
 """The kinds of waits of the main thread that are not for the device."""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LOOP = os.path.join(_PACKAGE, "running", "run.py")
-"""The file whose frames are the loop: what called them is the user's script, which waits for all of the run."""
-_LIBRARIES = (*(path + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name), "<frozen")
+"""The file whose frames are the loop: what called them is the user's script, which waits for all of
+the run."""
+_LIBRARIES = (
+    *(path + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name),
+    "<frozen",
+)
 _MAX_RECORDED = 100
 """The number of stalls in the record of a start."""
 _MAX_NAMED = 8
@@ -52,24 +57,27 @@ _MAX_NAMED = 8
 class StallHook(RunHook):
     """A hook that reports what a stalled run waits for, and that can end it.
 
-    `train` has one with the default settings; one among `hooks` replaces it. A *stall* is a wait, such as for a batch,
-    a compilation, a save or other processes, that has lasted longer than
+    `train` has one with the default settings; one among `hooks` replaces it. A *stall* is a wait,
+    such as for a batch, a compilation, a save or other processes, that has lasted longer than
 
-    limit = max(warn_secs, min(factor · usual, usual + 10 · warn_secs)), for calls in flight at least 2 · usual · steps,
+    limit = max(warn_secs, min(factor · usual, usual + 10 · warn_secs)),
+    for calls in flight at least 2 · usual · steps,
 
-    where *usual* is the longest of the last 64 durations of the same activity (for batches and calls, the median). With
-    the default settings, if a save usually takes 20 s, one is a stall after max(60, min(600, 620)) = 600 s. An activity
-    that has not been seen before, such as the first compilation, may take 10 · warn_secs, and time in which the process
-    computes counts for a tenth.
+    where *usual* is the longest of the last 64 durations of the same activity (for batches and
+    calls, the median). With the default settings, if a save usually takes 20 s, one is a stall
+    after max(60, min(600, 620)) = 600 s. An activity that has not been seen before, such as the
+    first compilation, may take 10 · warn_secs, and time in which the process computes counts for a
+    tenth.
 
-    Each stall is a warning, and if the run has a directory, a file there, which `jstep stalls` reads; see
-    [When a run hangs](../help/on-call.md#when-a-run-hangs).
+    Each stall is a warning, and if the run has a directory, a file there, which `jstep stalls`
+    reads; see [When a run hangs](../help/on-call.md#when-a-run-hangs).
 
     Args:
         warn_secs: The minimum duration of a stall, in seconds; None to watch nothing.
-        exit_secs: Seconds of one stall after which the process ends with exit code 75, for a launcher that starts it
-            again; None to wait forever. It writes the stacks of all threads first. If this is the only process, and it
-            stalls in the data loader, it also saves the last complete state.
+        exit_secs: Seconds of one stall after which the process ends with exit code 75, for a
+            launcher that starts it again; None to wait forever. It writes the stacks of all threads
+            first. If this is the only process, and it stalls in the data loader, it also saves the
+            last complete state.
         factor: How many times longer than usual anything may take.
 
     Raises:
@@ -81,17 +89,33 @@ class StallHook(RunHook):
         >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
         >>> hooks = [jstep.StallHook(warn_secs=60.0, exit_secs=1800.0)]
-        >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), last_step=3, hooks=hooks)
+        >>> state = jstep.train(
+        ...     train_step, state, lambda step: jnp.ones(()), last_step=3, hooks=hooks
+        ... )
     """
 
     _instead = "call faulthandler.dump_traceback_later"
 
-    def __init__(self, *, warn_secs: float | None = 60.0, exit_secs: float | None = None, factor: float = 30.0) -> None:
-        self.warn_secs = None if warn_secs is None else as_number(warn_secs, "warn_secs", low=0, above=True)
-        self.exit_secs = None if exit_secs is None else as_number(exit_secs, "exit_secs", low=0, above=True)
+    def __init__(
+        self,
+        *,
+        warn_secs: float | None = 60.0,
+        exit_secs: float | None = None,
+        factor: float = 30.0,
+    ) -> None:
+        self.warn_secs = (
+            None if warn_secs is None else as_number(warn_secs, "warn_secs", low=0, above=True)
+        )
+        self.exit_secs = (
+            None if exit_secs is None else as_number(exit_secs, "exit_secs", low=0, above=True)
+        )
         self.factor = as_number(factor, "factor", low=0, above=True)
-        if self.exit_secs is not None and (self.warn_secs is None or self.exit_secs <= self.warn_secs):
-            raise ValueError(f"exit_secs={exit_secs}, warn_secs={warn_secs}: exit_secs must be above warn_secs")
+        if self.exit_secs is not None and (
+            self.warn_secs is None or self.exit_secs <= self.warn_secs
+        ):
+            raise ValueError(
+                f"exit_secs={exit_secs}, warn_secs={warn_secs}: exit_secs must be above warn_secs"
+            )
 
 
 class Wait(NamedTuple):
@@ -118,7 +142,8 @@ class Wait(NamedTuple):
     part: str = ""
 
     def goes_on(self, present: "Wait") -> bool:
-        return (self.what, self.timing_key, self.taken) == (present.what, present.timing_key, present.taken)
+        earlier = (self.what, self.timing_key, self.taken)
+        return earlier == (present.what, present.timing_key, present.taken)
 
 
 class StallWatch(Observer):
@@ -126,7 +151,9 @@ class StallWatch(Observer):
 
     def __init__(self, run: RunContext) -> None:
         self.run = run
-        self._hook = next((hook for hook in run.options.hooks if isinstance(hook, StallHook)), StallHook())
+        self._hook = next(
+            (hook for hook in run.options.hooks if isinstance(hook, StallHook)), StallHook()
+        )
         self._index = jax.process_index()
         self._count = jax.process_count()
         options = run.options
@@ -137,7 +164,8 @@ class StallWatch(Observer):
         self._thread = threads.Thread(target=self._watch, name="jstep-stalls", daemon=True)
         self._ident = threading.get_ident()
         self._wait = Wait(_START, "")
-        # The entry of the present stall in the record of the start, which `_record` replaces as the stall goes on.
+        # The entry of the present stall in the record of the start, which `_record` replaces as the
+        # stall goes on.
         self._recorded: dict[str, Any] | None = None
         if self._warn:
             try:
@@ -191,7 +219,9 @@ class StallWatch(Observer):
         """Write what this process does if others wait for it, though it does not stall."""
         files = self._files
         is_old = self._is_shared and wait.age > self._warn
-        do_others_stall = files.is_reported_elsewhere or any(other["stall"] for other in files.others)
+        do_others_stall = files.is_reported_elsewhere or any(
+            other["stall"] for other in files.others
+        )
         if is_old and do_others_stall:
             files.exchange(lambda: self._fields(wait, stall=False), read=True)
         else:
@@ -243,12 +273,16 @@ class StallWatch(Observer):
             case Activity.RESTORING:
                 return Wait("restore", f"restoring step {course.first}", "restore")
             case Activity.STARTING:
-                what = f"starting at step {step}" if course.has_first else "starting: it looks for checkpoints"
+                what = "starting: it looks for checkpoints"
+                if course.has_first:
+                    what = f"starting at step {step}"
                 return Wait(_START, what, _START)
             case Activity.COMPILING:
                 return _compilation(step)
             case Activity.FETCHING:
-                return Wait(_BATCH, f"waiting for batch {course.first + run.components.batches.count}")
+                return Wait(
+                    _BATCH, f"waiting for batch {course.first + run.components.batches.count}"
+                )
         feeder = run.components.feeder
         if activity is Activity.CHECKING:
             return _call(step - feeder.steps, step - 1)
@@ -279,14 +313,19 @@ class StallWatch(Observer):
 
     def _follow(self, present: Wait, passed: float, idle: float) -> None:
         if self._wait.goes_on(present):
-            self._wait = self._wait._replace(age=self._wait.age + passed, idle=self._wait.idle + idle)
+            self._wait = self._wait._replace(
+                age=self._wait.age + passed, idle=self._wait.idle + idle
+            )
         else:
             self._end_wait()
             self._wait = present
 
     def _end_wait(self) -> None:
         if self._wait.part:
-            log_in_time(f"{self._name}, which was {self._wait.what}, resumed after {_secs(self._wait.age)} s")
+            log_in_time(
+                f"{self._name}, which was {self._wait.what}, resumed after "
+                f"{_secs(self._wait.age)} s"
+            )
             self._record(self._wait)
             self._recorded = None
 
@@ -323,11 +362,12 @@ class StallWatch(Observer):
         return wait.age > max(self._warn, longer, 2 * usual * (last + 1 - first))
 
     def _usual(self, wait: Wait) -> float | None:
-        """Return the usual seconds of the same activity, of a call those of a step; None the first time."""
+        """Return the usual seconds of the activity, of a call those of a step; None at first."""
         watch = self.run.watch
         if wait.timing_key is not None:
             return max(watch.lasted[wait.timing_key], default=None)
-        if wait.kind == _COMPILE:  # of another program, and no time of a step tells how long that takes
+        if wait.kind == _COMPILE:
+            # That of another program: no time of a step tells how long it takes.
             return None
         seconds = [*(watch.lasted[WAITING] if wait.kind == _BATCH else self.run.in_flight.per_step)]
         return statistics.median(seconds) if seconds else None
@@ -338,7 +378,10 @@ class StallWatch(Observer):
         usual = self._usual(wait)
         place = self._place(wait)
         usually = "" if usual is None else f" (usually {_secs(usual)} s)"
-        text = f"{self._name} has been {wait.what} for {_secs(wait.age)} s{usually}{place and ': '}{place}"
+        text = (
+            f"{self._name} has been {wait.what} for {_secs(wait.age)} s{usually}"
+            f"{place and ': '}{place}"
+        )
         return "; ".join([text, *self._elsewhere()])
 
     def _elsewhere(self) -> Iterator[str]:
@@ -362,10 +405,13 @@ class StallWatch(Observer):
             return
         missing = silent([{"process": self._index}, *others], self._count)
         if missing:
-            yield f"no sign of life from process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            yield (
+                f"no sign of life from process{'es' if len(missing) > 1 else ''} "
+                f"{', '.join(map(str, missing))}"
+            )
 
     def _place(self, wait: Wait) -> str:
-        """Return the innermost line outside all libraries, or else outside jstep, or else in jstep."""
+        """Return the innermost line outside all libraries, else outside jstep, else in jstep."""
         frames = sys._current_frames()
         stacks: list[FrameType] = []
         for ident in [*self._threads_to_blame(wait, frames), self._ident]:
@@ -377,10 +423,17 @@ class StallWatch(Observer):
         return ""
 
     def _threads_to_blame(self, wait: Wait, frames: Collection[int]) -> list[int]:
-        """Return the threads that the loop's thread may wait for: what they do says more than where it waits."""
+        """Return the threads that the loop's thread may wait for.
+
+        What they do says more than where it waits.
+        """
         if wait.kind in (_BATCH, _COMPILE):
             makers = threads.threads_doing(threads.MAKING)
-            return [ident for ident in makers if threads.WAITING_FOR_ROOM not in threads.activities_of(ident)]
+            return [
+                ident
+                for ident in makers
+                if threads.WAITING_FOR_ROOM not in threads.activities_of(ident)
+            ]
         if wait.kind == CALL:
             # Threads of XLA, which run the callbacks of a program.
             python_threads = {thread.ident for thread in threading.enumerate()}
@@ -410,19 +463,25 @@ class StallWatch(Observer):
 
     def _exit(self, wait: Wait) -> None:
         log_in_time(
-            f"{self._name} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {STALL_EXIT_CODE}"
+            f"{self._name} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code "
+            f"{STALL_EXIT_CODE}"
         )
-        threads.done_in_time(lambda: faulthandler.dump_traceback(2, all_threads=True), 5.0, name="jstep-stall")
+        threads.done_in_time(
+            lambda: faulthandler.dump_traceback(2, all_threads=True), 5.0, name="jstep-stall"
+        )
         threads.done_in_time(lambda: self._record(wait), 5.0, name="jstep-stall")
         self._files.finish(lambda: {**self._fields(wait), "exit_code": STALL_EXIT_CODE})
-        # A restart may resume from a state between two iterations only, and a save needs all processes.
+        # A restart may resume from a state between two iterations only, and a save needs all
+        # processes.
         may_save = wait.kind == _BATCH and self._count == 1
         usual = self._usual(Wait("save", "", SAVING))
         save_secs = 10 * self._warn if usual is None else max(self._warn, 3 * usual)
-        exit_after_stall(self.run, may_save=may_save, save_secs=save_secs, grace_secs=self._grace_secs())
+        exit_after_stall(
+            self.run, may_save=may_save, save_secs=save_secs, grace_secs=self._grace_secs()
+        )
 
     def _grace_secs(self) -> float:
-        """Return how long to wait for the other processes, so that each writes what it waited for."""
+        """Return how long to wait for the other processes, so that each writes its wait."""
         if self._count == 1:
             return 0.0
         secs = max(1.5, min(5.0, self._warn))
@@ -447,7 +506,10 @@ def _secs(seconds: float) -> str:
 
 
 def _stack(frame: FrameType | None, *, is_whole: bool = True) -> Iterator[FrameType]:
-    """Yield the frames of a thread, the innermost first; those of the script that called `train` only if `is_whole`."""
+    """Yield the frames of a thread, the innermost first.
+
+    Those of the script that called `train` are included only if `is_whole`.
+    """
     while frame is not None and (is_whole or frame.f_code.co_filename != _LOOP):
         yield frame
         frame = frame.f_back

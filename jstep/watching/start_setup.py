@@ -1,6 +1,7 @@
-"""The setup of a start: what it was given and what it compiled, as JSON without secrets, to compare starts and runs by.
+"""The setup of a start: what it was given and what it compiled, as JSON without secrets.
 
-It is written once, in the file `*.card.json` beside that of the start, and again with each program that is compiled.
+Starts and runs are compared by it. It is written once, in the file `*.card.json` beside that of the
+start, and again with each program that is compiled.
 """
 
 import collections
@@ -56,7 +57,7 @@ _MAX_ENTRY = 1000
 def describe_setup(
     options: Options, given: Options, stages: TrainSteps, step: int, state: Tree, batches: Tree
 ) -> dict[str, Any]:
-    """Return the setup of a start from a step, by section; its programs are added as they are compiled."""
+    """Return the setup of a start from a step, by section; programs are added once compiled."""
     names: dict[str, str] = {}
     lanes: dict[str, Any] = {}
     for stage in stages.stages():
@@ -98,7 +99,8 @@ def _environment() -> dict[str, Any]:
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), "jstep": str(sys.modules["jstep"].__version__)}
     for name in ("jax", "jaxlib", "orbax-checkpoint"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # such as a checkout on the path
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            # It may be a checkout on the path.
             versions[name] = importlib.metadata.version(name)
     return versions
 
@@ -112,7 +114,8 @@ def _arguments(options: Options, given: Options) -> dict[str, Any]:
     for field in dataclasses.fields(options):
         if field.name == "config":
             continue
-        # Places as they were spelled: an option of the program that is the same string is known as a place by that.
+        # Places as they were spelled: an option of the program that is the same string is known as
+        # a place by that.
         source = given if field.name in PATH_OPTIONS else options
         arguments[field.name] = _argument(field.name, getattr(source, field.name))
     return arguments
@@ -131,7 +134,8 @@ def _argument(name: str, value: Any) -> Any:
 
 def _sharding_texts(shardings: Tree) -> list[str]:
     texts: list[str] = []
-    for leaf in jax.tree.leaves(shardings, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)):
+    leaves = jax.tree.leaves(shardings, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
+    for leaf in leaves:
         texts.append(sharding_text(leaf) if isinstance(leaf, jax.sharding.Sharding) else str(leaf))
     return texts
 
@@ -161,12 +165,15 @@ def _describe_state(state: Tree) -> dict[str, Any]:
 
 
 def describe_batches(batches: Tree) -> dict[str, Any]:
-    """Return the definition of batches, and a hash of it; of a user's loader, its class and its length."""
+    """Return the definition of batches, with a hash; of a user's loader, its class and length."""
     if isinstance(batches, BatchSequence):
         definition = batches.definition()
     else:
         source = batches.make if isinstance(batches, ReplayedBatches | StateBatches) else batches
-        definition = {"kind": plain(source if hasattr(source, "__qualname__") else type(source)), "length": None}
+        definition = {
+            "kind": plain(source if hasattr(source, "__qualname__") else type(source)),
+            "length": None,
+        }
         with contextlib.suppress(Exception):  # it is endless, or its length is not known
             definition["length"] = len(batches)
     described = {"hash": hash_strings(json.dumps(definition, sort_keys=True))}
@@ -178,12 +185,15 @@ def describe_batches(batches: Tree) -> dict[str, Any]:
 # Programs.
 
 
-def describe_program(stage: int, step: Any, traced: Any, constants: Mapping[str, Any], args: Any) -> dict[str, Any]:
+def describe_program(
+    stage: int, step: Any, traced: Any, constants: Mapping[str, Any], args: Any
+) -> dict[str, Any]:
     """Return what a stage was compiled for, with a hash of all that the bits of the run depend on.
 
     Args:
         step: The train step of the stage.
-        traced: The step as JAX has traced it; None if it is a plain function, which then has no hash.
+        traced: The step as JAX has traced it; None if it is a plain function, which then has no
+            hash.
         constants: Its metrics that are constants of the program, such as a learning rate.
         args: The batch of one step.
     """
@@ -220,10 +230,16 @@ def _attempt(make: Callable[[], T]) -> T | None:
 
 
 def _results_with_bits(state: Tree, metrics: Any, *others: object) -> list[bool]:
-    """For each result of a program, whether the bits of the run depend on it: of its metrics, only the loss."""
+    """For each result of a program, whether the bits of the run depend on it.
+
+    Of its metrics, they depend only on the loss.
+    """
     parts = metrics.computed if isinstance(metrics, StepMetrics) else metrics
     if isinstance(parts, dict):
-        parts = {name: jax.tree.map(lambda _, name=name: name == LOSS, part) for name, part in parts.items()}
+        parts = {
+            name: jax.tree.map(lambda _, name=name: name == LOSS, part)
+            for name, part in parts.items()
+        }
     else:
         parts = jax.tree.map(lambda _: True, parts)
     state, others = jax.tree.map(lambda _: True, (state, others))
@@ -231,10 +247,11 @@ def _results_with_bits(state: Tree, metrics: Any, *others: object) -> list[bool]
 
 
 def _hashes_of_parts(closed: Any) -> dict[str, str]:
-    """Return a hash of what gives loss and gradients, and one of the update; {} if they share operations.
+    """Return a hash of what gives loss and gradients, and one of the update.
 
-    They do in a step with two updates, with a loss after the update, or with an update in a branch. Its parts cannot
-    be told apart, and hashes of them as if they could would hide a change.
+    It is {} if they share operations. They do in a step with two updates, with a loss after the
+    update, or with an update in a branch. Its parts cannot be told apart, and hashes of them as if
+    they could would hide a change.
     """
     jaxpr = closed.jaxpr
     gradient_eqns: list[Any] = []
@@ -248,17 +265,29 @@ def _hashes_of_parts(closed: Any) -> dict[str, str]:
             gradient_eqns.append(operation.eqn)
     gradient_results = _results_of(gradient_eqns)
     update_results = _results_of(update_eqns)
-    if not gradient_results or not update_results or not update_results.isdisjoint(_inputs_of(gradient_eqns)):
+    if (
+        not gradient_results
+        or not update_results
+        or not update_results.isdisjoint(_inputs_of(gradient_eqns))
+    ):
         return {}
     results = variables(jaxpr.outvars)
-    # In the order of their use, which is that of the program; a set would have another in each process.
-    update_inputs = [var for var in dict.fromkeys(_inputs_of(update_eqns)) if var not in update_results]
+    # In the order of their use, which is that of the program; a set would have another in each
+    # process.
+    update_inputs = [
+        var for var in dict.fromkeys(_inputs_of(update_eqns)) if var not in update_results
+    ]
     used_later = [*update_inputs, *(var for var in results if var in gradient_results)]
     gradients = [var for var in dict.fromkeys(used_later) if var in gradient_results]
-    gradient_program = subprogram(jaxpr, [*jaxpr.constvars, *jaxpr.invars], gradients, gradient_eqns)
-    update = subprogram(jaxpr, update_inputs, [var for var in results if var in update_results], update_eqns)
+    gradient_program = subprogram(
+        jaxpr, [*jaxpr.constvars, *jaxpr.invars], gradients, gradient_eqns
+    )
+    update = subprogram(
+        jaxpr, update_inputs, [var for var in results if var in update_results], update_eqns
+    )
+    gradient_part = part_for(ClosedJaxpr(gradient_program, []), [True] * len(gradients))[0]
     return {
-        "gradients": program_hash(part_for(ClosedJaxpr(gradient_program, []), [True] * len(gradients))[0]),
+        "gradients": program_hash(gradient_part),
         "update": program_hash(update),
     }
 
@@ -273,7 +302,7 @@ def _inputs_of(eqns: list[Any]) -> Iterator[Any]:
 
 
 def _is_of_update(operation: Operation) -> bool:
-    """Whether an operation was traced in `apply_gradients`, or in what the step of `minimize` computes after it."""
+    """Whether an operation was traced in `apply_gradients`, or after it in `minimize`'s step."""
     for frame in source_frames(operation.eqn):
         if frame.file_name == apply_gradients.__file__:
             return True
@@ -286,6 +315,7 @@ def _has_update(operation: Operation) -> bool:
     if _is_of_update(operation):
         return True
     if operation.kind == "call":
-        # Not the body of a call: JAX caches it with the source of its first trace, which may be an update.
+        # Not the body of a call: JAX caches it with the source of its first trace, which may be an
+        # update.
         return False
     return any(_has_update(inner) for body in operation.bodies for inner in body.operations)

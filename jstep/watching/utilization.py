@@ -19,8 +19,8 @@ from jstep.loop.run_context import RunContext
 from jstep.metering.work import work_of
 from jstep.state.train_state import TrainState
 
-# Peak operations per second of a device, by the format of its matrix products. How a device computes a float32 product
-# depends on its `jax.lax.Precision`.
+# Peak operations per second of a device, by the format of its matrix products. How a device
+# computes a float32 product depends on its `jax.lax.Precision`.
 
 _NEGLIGIBLE = 0.01
 """The share of all operations below which formats without a figure are ignored."""
@@ -29,16 +29,22 @@ _FORMATS = {"bfloat16": "bf16", "float16": "f16", "float64": "f64", "int8": "int
 _PASSES = {"DEFAULT": 1, "HIGH": 3, "HIGHEST": 6}
 """bfloat16 passes that a TPU runs for a float32 product, by precision."""
 
-_SHEETS = importlib.resources.files("jstep.watching").joinpath("peaks.toml").read_text(encoding="utf-8")
+_SHEETS = (
+    importlib.resources.files("jstep.watching").joinpath("peaks.toml").read_text(encoding="utf-8")
+)
 
 PEAKS: Mapping[str, Mapping[str, float]] = {
-    kind: {name: rate * 1e12 for name, rate in rates.items()} for kind, rates in tomllib.loads(_SHEETS).items()
+    kind: {name: rate * 1e12 for name, rate in rates.items()}
+    for kind, rates in tomllib.loads(_SHEETS).items()
 }
 """`device_kind` → format → operations per second."""
 
 
 def peak_rate(device_kind: str, products: Mapping[Product, float]) -> float | None:
-    """A device's peak: Σ operations / Σ (operations / peak of their format), for a mix of matrix products; or None."""
+    """A device's peak for a mix of matrix products; None if it is unknown.
+
+    It is Σ operations / Σ (operations / peak of their format).
+    """
     total = sum(products.values())
     counted = 0.0
     seconds = 0.0
@@ -53,7 +59,7 @@ def peak_rate(device_kind: str, products: Mapping[Product, float]) -> float | No
 
 
 def format_rate(device_kind: str, product: Product) -> float | None:
-    """Return a device's peak for products of one format and precision; None if there is no figure."""
+    """Return a device's peak for products of one format and precision; None if it is unknown."""
     if product.precision not in (*_PASSES, "ANY_F8"):
         return None
     is_tpu = device_kind.startswith("TPU")
@@ -76,7 +82,10 @@ Steps = Mapping[Hashable, int]
 
 
 class Utilization(NamedTuple):
-    """A FLOP/s utilization: `hfu` if it includes operations that are recomputed to save memory, else `mfu`."""
+    """A FLOP/s utilization, named `hfu` or `mfu`.
+
+    It is `hfu` if it includes operations that are recomputed to save memory, else `mfu`.
+    """
 
     name: str
     value: float
@@ -86,7 +95,8 @@ class _Work(NamedTuple):
     """The work of a step of a program.
 
     Attributes:
-        secs_at_peak: The seconds that it would take at the peak of all devices; None if that is not known.
+        secs_at_peak: The seconds that it would take at the peak of all devices; None if that is not
+            known.
         recomputes: Whether it computes anything twice, to save memory.
     """
 
@@ -95,7 +105,10 @@ class _Work(NamedTuple):
 
 
 class UtilizationMeter:
-    """Meter of the utilization: Σ over steps of operations / (peak · number of devices · seconds)."""
+    """Meter of the utilization.
+
+    That is Σ over steps of operations / (peak · number of devices · seconds).
+    """
 
     def __init__(self, peak_flops: float | None, flops_per_step: float | None) -> None:
         self._peak = peak_flops
@@ -108,7 +121,7 @@ class UtilizationMeter:
         return dict(self._steps)
 
     def utilization(self, first: Steps, last: Steps, seconds: float) -> Utilization | None:
-        """Return the utilization between two counts of `steps`; None if a program's is not known."""
+        """Return the utilization between two counts of `steps`; None if a program's is unknown."""
         secs_at_peak = 0.0
         recomputes = False
         for program, count in (Counter(last) - Counter(first)).items():
@@ -137,7 +150,11 @@ class UtilizationMeter:
                     return _Work(None, recomputes=False)
                 body = body_of(traced.jaxpr)
             except Exception as error:  # a failure to count must not stop the run
-                logger.warning("the operations of a step could not be counted: %s: %s", type(error).__name__, error)
+                logger.warning(
+                    "the operations of a step could not be counted: %s: %s",
+                    type(error).__name__,
+                    error,
+                )
                 return _Work(None, recomputes=False)
             work = work_of(body)
             if flops is None:
@@ -146,8 +163,12 @@ class UtilizationMeter:
             if peak is None:
                 peak = peak_rate(kind, work.products)
             if peak is None and work.products:
-                formats = ", ".join(sorted({f"{product.dtype} ({product.precision})" for product in work.products}))
-                self._log_once(f"the peak of {kind!r} is not known for matrix products of {formats}")
+                formats = ", ".join(
+                    sorted({f"{product.dtype} ({product.precision})" for product in work.products})
+                )
+                self._log_once(
+                    f"the peak of {kind!r} is not known for matrix products of {formats}"
+                )
         if peak is None:
             return _Work(None, recomputes)
         return _Work(flops / (peak * device_count(tree)), recomputes)
@@ -165,7 +186,9 @@ class Meters(Observer):
         self._run = run
         run.shared[MeterMaker] = MeterMaker(self._make)
 
-    def _make(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
+    def _make(
+        self, state: TrainState, peak_flops: float | None, flops_per_step: float | None
+    ) -> Any:
         device = device_of(state)
         if peak_flops is None and device.device_kind not in PEAKS:
             if device.platform != "cpu" or flops_per_step is not None:

@@ -41,24 +41,27 @@ def load_weights(
     *,
     partial: bool = False,
 ) -> T:
-    """Load weights from safetensors files, such as those of the Hugging Face Hub, or from a checkpoint.
+    """Load weights from safetensors files, such as the Hugging Face Hub's, or from a checkpoint.
 
-    A leaf is `transform(tensors[names(path)])`. Each device reads only its own part of a file, but for a leaf with a
-    transform each process reads the whole tensor. A checkpoint is a directory that Orbax wrote, or a checkpoint of
-    jstep. The names of its tensors are their paths, such as `params/dense/kernel`, where `params/` may be omitted.
-    Groups from which nothing is loaded, such as `slots`, do not count as unused.
+    A leaf is `transform(tensors[names(path)])`. Each device reads only its own part of a file, but
+    for a leaf with a transform each process reads the whole tensor. A checkpoint is a directory
+    that Orbax wrote, or a checkpoint of jstep. The names of its tensors are their paths, such as
+    `params/dense/kernel`, where `params/` may be omitted. Groups from which nothing is loaded, such
+    as `slots`, do not count as unused.
 
     Args:
-        path: A local file, directory, index (`model.safetensors.index.json`) next to its shards, or checkpoint.
-        target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`), for structure, shapes, dtypes and
-            shardings. A NumPy array is loaded as one.
-        names: Path in target (`"layers/0/wq"`) → the name of its tensor, None to keep the leaf, or a pair `(name,
-            transform)`, where `transform` computes the leaf from the stored tensor, a NumPy array (`numpy.transpose`).
-            A mapping, in which missing paths are the names, or a function of the path.
-        dtype: The dtype to cast floating tensors to; None to require the dtypes of target. Integers and booleans are
-            never cast.
-        partial: Whether to keep the leaves of target that do not fit, which then must have values, and log everything
-            missing, unused or mismatched as a warning.
+        path: A local file, directory, index (`model.safetensors.index.json`) next to its shards, or
+            checkpoint.
+        target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`), for
+            structure, shapes, dtypes and shardings. A NumPy array is loaded as one.
+        names: Path in target (`"layers/0/wq"`) → the name of its tensor, None to keep the leaf, or
+            a pair `(name, transform)`, where `transform` computes the leaf from the stored tensor,
+            a NumPy array (`numpy.transpose`). A mapping, in which missing paths are the names, or a
+            function of the path.
+        dtype: The dtype to cast floating tensors to; None to require the dtypes of target. Integers
+            and booleans are never cast.
+        partial: Whether to keep the leaves of target that do not fit, which then must have values,
+            and log everything missing, unused or mismatched as a warning.
 
     Returns:
         A tree like target.
@@ -68,16 +71,19 @@ def load_weights(
         FileNotFoundError: There are no weights at path, or an index names a missing file.
         ImportError: The `safetensors` package is not installed: `pip install 'jstep[weights]'`.
         TypeError: A leaf of target has no shape and dtype, or an argument is of the wrong type.
-        ValueError: A file is corrupted or malicious; a checkpoint of Orbax is incomplete, or path has several; names
-            has a path that is not in target; target does not fit: lists all tensors that are missing, unused or
-            mismatched (shapes, dtypes); or a leaf to keep has no value.
+        ValueError: A file is corrupted or malicious; a checkpoint of Orbax is incomplete, or path
+            has several; names has a path that is not in target; target does not fit: lists all
+            tensors that are missing, unused or mismatched (shapes, dtypes); or a leaf to keep has
+            no value.
 
     Example:
         >>> import tempfile, jax, jax.numpy as jnp, jstep
-        >>> params, names = {"kernel": jnp.ones((2, 3))}, {"kernel": ("dense.weight", jnp.transpose)}
+        >>> params = {"kernel": jnp.ones((2, 3))}
+        >>> names = {"kernel": ("dense.weight", jnp.transpose)}
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     path = jstep.save_weights(f"{directory}/model.safetensors", params, names)
-        ...     loaded = jstep.load_weights(path, jax.eval_shape(lambda: params), names, dtype=jnp.bfloat16)
+        ...     target = jax.eval_shape(lambda: params)
+        ...     loaded = jstep.load_weights(path, target, names, dtype=jnp.bfloat16)
         >>> jax.tree.map(lambda leaf: f"{leaf.dtype}{leaf.shape}", loaded)
         {'kernel': 'bfloat16(2, 3)'}
 
@@ -89,7 +95,9 @@ def load_weights(
     source = open_source(path)
     rules_of_leaves = rules(names, target, "target")
     is_checkpoint = source.is_checkpoint
-    matched = match_tensors(target, source.tensors, rules_of_leaves, float_dtype, is_checkpoint=is_checkpoint)
+    matched = match_tensors(
+        target, source.tensors, rules_of_leaves, float_dtype, is_checkpoint=is_checkpoint
+    )
     leaves = [wanted.leaf for wanted in matched.wanted]
     # Leaves with transforms come first, since the result of a transform may not fit.
     if partial or not matched.differences():
@@ -97,7 +105,9 @@ def load_weights(
             if wanted.source is None or wanted.transform is None:
                 continue
             name = wanted.source.name
-            array = call_transform(wanted.transform, np.asarray(source.read({name: None})[name]), wanted.path)
+            array = call_transform(
+                wanted.transform, np.asarray(source.read({name: None})[name]), wanted.path
+            )
             problem = wanted.difference(array.shape, array.dtype)
             if problem:
                 matched.wanted[i] = dataclasses.replace(wanted, source=None, problem=problem)
@@ -107,11 +117,14 @@ def load_weights(
     if differences:
         if not partial:
             raise ValueError(
-                f"target does not fit {printable(source.path)}{differences}; map them in names, see docs: "
-                "help/errors#load-weights"
+                f"target does not fit {printable(source.path)}{differences}; map them in names, "
+                "see docs: help/errors#load-weights"
             )
-        nothing = "" if any(wanted.source for wanted in matched.wanted) else ", and nothing was loaded"
-        logger.warning("load_weights: %s does not fit target%s%s", source.path, nothing, differences)
+        is_any_loaded = any(wanted.source for wanted in matched.wanted)
+        nothing = "" if is_any_loaded else ", and nothing was loaded"
+        logger.warning(
+            "load_weights: %s does not fit target%s%s", source.path, nothing, differences
+        )
     plain: list[int] = []
     for i, wanted in enumerate(matched.wanted):
         if wanted.source is None:
@@ -136,7 +149,7 @@ class TensorSource:
     is_checkpoint: bool
 
     def leaves(self, wanted: Sequence[WantedTensor]) -> Iterator[Any]:
-        """Yield leaves, of which those of a checkpoint are read in groups, and those of a file one by one."""
+        """Yield leaves; those of a checkpoint are read in groups, those of a file one by one."""
         sized = ((leaf.source.name, leaf.source.nbytes, leaf) for leaf in wanted)
         for group in group_by_bytes(sized, _MAX_GROUP_BYTES if self.is_checkpoint else 0):
             arrays = self.read({name: leaf.sharding_of_data for name, leaf in group.items()})
@@ -149,9 +162,12 @@ def open_source(path: object) -> TensorSource:
     file = weights_file(resolved)
     if file is not None:
         tensors = read_tensors(file)
-        return TensorSource(file, tensors, functools.partial(_read_files, tensors), is_checkpoint=False)
+        return TensorSource(
+            file, tensors, functools.partial(_read_files, tensors), is_checkpoint=False
+        )
     checkpoint = os.path.abspath(resolved)
-    if first_missing_file(checkpoint) != MANIFEST_FILE:  # a manifest of another program does not count
+    if first_missing_file(checkpoint) != MANIFEST_FILE:
+        # A manifest of another program does not count.
         return TensorSource(checkpoint, *_checkpoint_of_jstep(checkpoint), is_checkpoint=True)
     checkpoint = arrays_directory(checkpoint)
     return TensorSource(checkpoint, *_checkpoint_of_orbax(checkpoint), is_checkpoint=True)
@@ -169,13 +185,14 @@ def _read_files(tensors: Mapping[str, Tensor], shardings: Mapping[str, Any]) -> 
 
 
 def _checkpoint_of_jstep(path: str) -> tuple[dict[str, Tensor], Read]:
-    """Return the arrays of a checkpoint, and a function that verifies it and reads them as the loss sees them."""
+    """Return a checkpoint's arrays, and a function to verify it and read them as the loss does."""
     parent, name = os.path.split(path)
     store = open_store(parent)
     manifest = store.manifest(path)
     checkpoint = OpenCheckpoint(store, name.rpartition("-")[0] or name, path, manifest)
     leaves_by_array = manifest.leaves_by_array
-    # Array → the leaf with the second half of its numbers, for slots that `compact` stores in two: the loss sees one.
+    # Array → the leaf with the second half of its numbers, for slots that `compact` stores in two:
+    # the loss sees one.
     halves: dict[str | None, Leaf] = {}
     for leaf in manifest.leaves:
         if leaf.keys[0] != PARAMS and leaf.half is not None and leaf.half in leaves_by_array:
@@ -187,7 +204,10 @@ def _checkpoint_of_jstep(path: str) -> tuple[dict[str, Tensor], Read]:
             saved[name] = leaf
 
     def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
-        reads = [LeafRead(saved[name], halves.get(saved[name].array), sharding) for name, sharding in shardings.items()]
+        reads = [
+            LeafRead(saved[name], halves.get(saved[name].array), sharding)
+            for name, sharding in shardings.items()
+        ]
         with meshes.internal_transfers():
             values = checkpoint.read_leaves(reads)
         return dict(zip(shardings, values, strict=True))
@@ -197,7 +217,9 @@ def _checkpoint_of_jstep(path: str) -> tuple[dict[str, Tensor], Read]:
         try:
             arrays[name] = _as_tensor(name, leaf, is_half=leaf.array in halves)
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} is corrupted: {leaf.path!r:.50} is not what jstep writes: {error}") from None
+            raise CheckpointError(
+                f"{path} is corrupted: {leaf.path!r:.50} is not what jstep writes: {error}"
+            ) from None
     return arrays, read
 
 
@@ -217,13 +239,13 @@ def _as_tensor(name: str, leaf: Leaf, *, is_half: bool) -> Tensor:
 def _checkpoint_of_orbax(directory: str) -> tuple[dict[str, Tensor], Read]:
     import orbax.checkpoint as ocp  # slow
 
-    # By what the module has, and not by its version: Orbax has announced that the functions of `orbax.checkpoint.v1`
-    # become its own at 1.0, in place of the handlers.
+    # By what the module has, and not by its version: Orbax has announced that the functions of
+    # `orbax.checkpoint.v1` become its own at 1.0, in place of the handlers.
     has_handlers = hasattr(ocp, "PyTreeCheckpointHandler")
     read_metadata = _metadata_by_handler if has_handlers else _metadata_by_function
     restore = _restore_by_handler if has_handlers else _restore_by_function
     try:
-        # A checkpoint that misses files fails here, too: Orbax reads shapes and dtypes from the arrays.
+        # A checkpoint that misses files fails here, too: Orbax reads shapes and dtypes from arrays.
         tree = read_metadata(ocp, directory)
     except PermissionError:
         raise
@@ -255,7 +277,11 @@ def _checkpoint_of_orbax(directory: str) -> tuple[dict[str, Tensor], Read]:
                 restored = restore(ocp, directory, structure, wanted)
                 # With a sharding, Orbax returns typed PRNG keys as such.
                 pairs = zip(names, restored, strict=True)
-                return {name: _owned(trees.key_data(value)) for name, value in pairs if name in shardings}
+                return {
+                    name: _owned(trees.key_data(value))
+                    for name, value in pairs
+                    if name in shardings
+                }
         except Exception as error:
             raise _unreadable(directory, error, ocp.__version__) from None
 
@@ -276,23 +302,31 @@ def _metadata_by_handler(ocp: Any, directory: str) -> Any:
     return ocp.PyTreeCheckpointHandler().metadata(epath.Path(directory)).tree
 
 
-def _restore_by_handler(ocp: Any, directory: str, structure: Any, wanted: Sequence[_Wanted | None]) -> list[Any]:
+def _restore_by_handler(
+    ocp: Any, directory: str, structure: Any, wanted: Sequence[_Wanted | None]
+) -> list[Any]:
     from etils import epath
 
     items = [ocp.PLACEHOLDER if target is None else 0 for target in wanted]
     options: list[Any] = [ocp.RestoreArgs(restore_type=np.ndarray)] * len(wanted)
     for i, target in enumerate(wanted):
         if target is not None and target.sharding is not None:
-            options[i] = ocp.ArrayRestoreArgs(sharding=target.sharding, global_shape=target.shape, strict=True)
+            options[i] = ocp.ArrayRestoreArgs(
+                sharding=target.sharding, global_shape=target.shape, strict=True
+            )
     arguments = ocp.args.PyTreeRestore(structure.unflatten(items), structure.unflatten(options))
-    return jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(epath.Path(directory), args=arguments))
+    return jax.tree.leaves(
+        ocp.PyTreeCheckpointHandler().restore(epath.Path(directory), args=arguments)
+    )
 
 
 def _metadata_by_function(ocp: Any, directory: str) -> Any:
     return ocp.metadata(directory).metadata
 
 
-def _restore_by_function(ocp: Any, directory: str, structure: Any, wanted: Sequence[_Wanted | None]) -> list[Any]:
+def _restore_by_function(
+    ocp: Any, directory: str, structure: Any, wanted: Sequence[_Wanted | None]
+) -> list[Any]:
     targets_of_leaves: list[Any] = []
     for target in wanted:
         if target is None:
@@ -300,19 +334,24 @@ def _restore_by_function(ocp: Any, directory: str, structure: Any, wanted: Seque
         elif target.sharding is None:  # an array of this shape and dtype that takes no memory
             targets_of_leaves.append(np.broadcast_to(np.zeros((), target.dtype), target.shape))
         else:
-            targets_of_leaves.append(jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=target.sharding))
+            targets_of_leaves.append(
+                jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=target.sharding)
+            )
     return jax.tree.leaves(ocp.load(directory, structure.unflatten(targets_of_leaves)))
 
 
 def _owned(value: Any) -> Any:
     """Return the parts of an array on CPUs, which may alias the memory that it was read into."""
-    return targets.parts_of(value) if isinstance(value, jax.Array) and placement.is_on_cpus(value) else value
+    if isinstance(value, jax.Array) and placement.is_on_cpus(value):
+        return targets.parts_of(value)
+    return value
 
 
 def _unreadable(directory: str, error: BaseException, version: str) -> ValueError:
-    """Return the error to raise `from None`: the texts of Orbax's error and of its causes have names of the checkpoint.
+    """Return the error to raise `from None`.
 
-    They are not printable if the names are not.
+    The texts of Orbax's error and of its causes have names of the checkpoint. They are not
+    printable if the names are not.
     """
     while error.__cause__ is not None:
         error = error.__cause__

@@ -21,7 +21,8 @@ from jstep.state.leaves import PARAMS
 Transform = Callable[[Any], Any]
 Entry = str | tuple[str, Transform] | None
 Names = Mapping[str, Entry] | Callable[[str], Entry]
-"""Path of a leaf → the name of its tensor, a pair (name, function of the tensor), or None for no tensor."""
+"""Path of a leaf → the name of its tensor, a pair (name, function of the tensor), or None for no
+tensor."""
 
 _FORM = "must be the name of a tensor, a pair (name, transform), or None"
 
@@ -46,12 +47,21 @@ def rules(names: object, tree: Tree, what: str) -> list[Rule]:
 def _rule(path: str, entry: object) -> Rule:
     if entry is None or isinstance(entry, str):
         return Rule(entry)
-    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) and callable(entry[1]):
+    if (
+        isinstance(entry, tuple)
+        and len(entry) == 2
+        and isinstance(entry[0], str)
+        and callable(entry[1])
+    ):
         return Rule(*entry)
-    raise TypeError(f"names: for {path!r} it has {format_value(entry)}: {_FORM}, got {describe_type(entry)}")
+    raise TypeError(
+        f"names: for {path!r} it has {format_value(entry)}: {_FORM}, got {describe_type(entry)}"
+    )
 
 
-def call_transform(transform: Transform, array: np.ndarray[Any, Any], path: str) -> np.ndarray[Any, Any]:
+def call_transform(
+    transform: Transform, array: np.ndarray[Any, Any], path: str
+) -> np.ndarray[Any, Any]:
     array = array.view()
     array.flags.writeable = False  # it may alias the user's array
     try:
@@ -60,14 +70,17 @@ def call_transform(transform: Transform, array: np.ndarray[Any, Any], path: str)
         exceptions.note(error, f"(in the transform of names for {path!r})")
         raise
     if not trees.is_array(result):
-        raise TypeError(f"names: the transform for {path!r} returned {describe_type(result)}: must return an array")
+        raise TypeError(
+            f"names: the transform for {path!r} returned {describe_type(result)}: "
+            "must return an array"
+        )
     with meshes.internal_transfers():
         return np.asarray(result)
 
 
 @dataclasses.dataclass(frozen=True)
 class WantedTensor(targets.TargetLeaf[Any]):
-    """A leaf of a target, and its tensor; `casts` tells whether a floating tensor of another dtype fits."""
+    """A target's leaf, and its tensor; `casts` tells if a floating tensor of another dtype fits."""
 
     transform: Transform | None = None
     casts: bool = False
@@ -83,12 +96,17 @@ class WantedTensor(targets.TargetLeaf[Any]):
                 hint = f" (dtype={str(self.dtype)!r} converts floating tensors)"
             return f"{self._named} is {array_type(shape, dtype)}, and {wanted} in target{hint}"
         if not self.is_numpy and jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:
-            return f"{self._named} is {array_type(shape, dtype)}, which JAX supports only with jax_enable_x64"
+            return (
+                f"{self._named} is {array_type(shape, dtype)}, which JAX supports "
+                "only with jax_enable_x64"
+            )
         return ""
 
     @property
     def _named(self) -> str:
-        return repr(self.path) if self.name == self.path else f"{self.path!r} (tensor {self.name!r})"
+        if self.name == self.path:
+            return repr(self.path)
+        return f"{self.path!r} (tensor {self.name!r})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +116,21 @@ class WeightsMatch(targets.TargetMatch[WantedTensor]):
 
 
 def match_tensors(
-    target: Tree, tensors: Mapping[str, Any], rules: Sequence[Rule], float_dtype: DTypeLike, *, is_checkpoint: bool
+    target: Tree,
+    tensors: Mapping[str, Any],
+    rules: Sequence[Rule],
+    float_dtype: DTypeLike,
+    *,
+    is_checkpoint: bool,
 ) -> WeightsMatch:
     if is_checkpoint:
         rules = _complete_names(rules, tensors)
     matched = match_paths([rule.name for rule in rules], tensors)
     wanted: list[WantedTensor] = []
     used: dict[str, str] = {}
-    for (path, leaf), rule, source in zip(trees.leaves_with_paths(target), rules, matched.found, strict=True):
+    for (path, leaf), rule, source in zip(
+        trees.leaves_with_paths(target), rules, matched.found, strict=True
+    ):
         shape, dtype = _kind(leaf, path)
         casts = float_dtype is not None and trees.is_floating(dtype)
         entry = WantedTensor(
@@ -123,7 +148,9 @@ def match_tensors(
             continue
         used[path] = source.name
         problem = _problem(entry, source)
-        wanted.append(dataclasses.replace(entry, source=None if problem else source, problem=problem))
+        wanted.append(
+            dataclasses.replace(entry, source=None if problem else source, problem=problem)
+        )
     groups = _groups(used) if is_checkpoint else ("",)
     return WeightsMatch(wanted, [name for name in matched.unused if name.startswith(groups)])
 
@@ -131,15 +158,20 @@ def match_tensors(
 def _complete_names(rules: Sequence[Rule], tensors: Mapping[str, Any]) -> list[Rule]:
     """Return rules for a checkpoint, with `params/` before the names that omit it."""
     names = [rule.name for rule in rules if rule.name is not None]
-    # The parameters may have a group `params`, too, so that both "params/w" and "params/params/w" exist. Then the names
-    # that are in the checkpoint are not meant as they are, if others are in it only below `params/`.
+    # The parameters may have a group `params`, too, so that both "params/w" and "params/params/w"
+    # exist. Then the names that are in the checkpoint are not meant as they are, if others are in
+    # it only below `params/`.
     is_omitted_everywhere = False
     if not all(name in tensors for name in names):
         is_omitted_everywhere = all(_params_name(name) in tensors for name in names)
     complete: list[Rule] = []
     for rule in rules:
         name = rule.name
-        if name is None or (name in tensors and not is_omitted_everywhere) or _params_name(name) not in tensors:
+        if (
+            name is None
+            or (name in tensors and not is_omitted_everywhere)
+            or _params_name(name) not in tensors
+        ):
             complete.append(rule)
         else:
             complete.append(rule._replace(name=_params_name(name)))
@@ -151,7 +183,9 @@ def _params_name(name: str) -> str:
 
 
 def _groups(used: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the beginnings of the names of tensors that count as unused: those of groups from which some are loaded.
+    """Return the beginnings of names of tensors that count as unused.
+
+    They are those of groups from which some tensors are loaded.
 
     Args:
         used: Path of a leaf → the name of its tensor.
@@ -171,9 +205,12 @@ def transform_of_ones(transform: Any, shape: Sequence[int], dtype: DTypeLike, pa
 
 def _problem(wanted: WantedTensor, tensor: Any) -> str:
     # A checkpoint of jstep knows which of its arrays are PRNG keys, Orbax does not.
-    other_keys = tensor.code.startswith("key<") and tensor.code != str(getattr(wanted.leaf, "dtype", ""))
+    wanted_code = str(getattr(wanted.leaf, "dtype", ""))
+    other_keys = tensor.code.startswith("key<") and tensor.code != wanted_code
     if tensor.dtype is None or other_keys:
-        why = f"; it is {wanted.leaf.dtype} in target" if trees.is_key(wanted.leaf) else ", which cannot be loaded"
+        why = ", which cannot be loaded"
+        if trees.is_key(wanted.leaf):
+            why = f"; it is {wanted.leaf.dtype} in target"
         return f"{wanted.path!r} (tensor {tensor.name!r}) is {tensor.code}{why}"
     return "" if wanted.transform else wanted.difference(tensor.shape, tensor.dtype)
 
@@ -184,4 +221,7 @@ def _kind(leaf: object, path: str) -> tuple[tuple[int, ...], Any]:
     return targets.kind_of_data(leaf, targets.target_kind(leaf, path, _NO_KIND))
 
 
-_NO_KIND = "pass arrays or jax.ShapeDtypeStructs, and remove other leaves, as by equinox.partition or flax.nnx.split"
+_NO_KIND = (
+    "pass arrays or jax.ShapeDtypeStructs, and remove other leaves, as by "
+    "equinox.partition or flax.nnx.split"
+)

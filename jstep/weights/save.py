@@ -1,4 +1,4 @@
-"""`save_weights`: safetensors files, written under temporary names first and then renamed together."""
+"""`save_weights`: safetensors files, written under temporary names, then renamed together."""
 
 import collections
 import contextlib
@@ -22,9 +22,23 @@ from jstep.core.trees import Tree
 from jstep.stores.files import keep_mode, make_directories, new_file, sync_directory
 from jstep.stores.owners import new_token, remove_temporary, temporary_path
 from jstep.stores.untrusted import is_utf8
-from jstep.weights.matching_tensors import Names, Transform, call_transform, rules, transform_of_ones
+from jstep.weights.matching_tensors import (
+    Names,
+    Transform,
+    call_transform,
+    rules,
+    transform_of_ones,
+)
 from jstep.weights.search import INDEX, local_path
-from jstep.weights.tensors import LARGEST, METADATA, Tensor, check_file, dtype_code, group_by_bytes, package
+from jstep.weights.tensors import (
+    LARGEST,
+    METADATA,
+    Tensor,
+    check_file,
+    dtype_code,
+    group_by_bytes,
+    package,
+)
 
 # Atomic writing of safetensors files: to temporary names first, then all renamed together.
 
@@ -42,12 +56,19 @@ def _header(items: Sequence[_Item], metadata: Mapping[str, str]) -> bytes:
     for item in items:
         tensor = item.tensor
         end = start + tensor.nbytes
-        header[tensor.name] = {"dtype": tensor.code, "shape": tensor.shape, "data_offsets": [start, end]}
+        header[tensor.name] = {
+            "dtype": tensor.code,
+            "shape": tensor.shape,
+            "data_offsets": [start, end],
+        }
         start = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # align the tensors
     if len(text) > LARGEST:
-        raise ValueError(f"the header would have {len(text)} bytes, and {LARGEST} are allowed; shorten the metadata")
+        raise ValueError(
+            f"the header would have {len(text)} bytes, and {LARGEST} are allowed; "
+            "shorten the metadata"
+        )
     return len(text).to_bytes(8, "little") + text
 
 
@@ -67,7 +88,9 @@ class NewFiles:
         self.names = [self._base]
         self.path = path
         if shards > 1:
-            self.names = [f"{self._stem}-{i + 1:05d}-of-{shards:05d}{self._suffix}" for i in range(shards)]
+            self.names = [
+                f"{self._stem}-{i + 1:05d}-of-{shards:05d}{self._suffix}" for i in range(shards)
+            ]
             self.path = path + INDEX
 
     @property
@@ -78,7 +101,9 @@ class NewFiles:
         names = [*self.names, self._index] if self._has_index else self.names
         for file in map(self._final, names):
             if os.path.lexists(file) and not stat.S_ISREG(os.lstat(file).st_mode):
-                raise OSError(errno.EINVAL, "is not a regular file, and would be replaced; move it away", file)
+                raise OSError(
+                    errno.EINVAL, "is not a regular file, and would be replaced; move it away", file
+                )
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
@@ -90,14 +115,15 @@ class NewFiles:
     def publish(self, shard_of: Mapping[str, int], total_size: int) -> None:
         """Rename the files, and remove those of an older save.
 
-        Readers that follow the index, meanwhile or after a crash, find all of the older save or all of this one: each
-        change that a later one relies on is flushed to disk first.
+        Readers that follow the index, meanwhile or after a crash, find all of the older save or all
+        of this one: each change that a later one relies on is flushed to disk first.
         """
         for name in self.names:
             check_file(self._temporary(name))
         older = [name for name in os.listdir(self._directory or ".") if self._is_own(name)]
         first_names = self.names
-        # If the older index refers to shards of the same names, the new ones get interim names first.
+        # If the older index refers to shards of the same names, the new ones first get interim
+        # names.
         has_clash = self._has_index and not set(older).isdisjoint(self.names)
         if has_clash:
             interim = f".{self._token[-8:]}{self._suffix}"
@@ -116,7 +142,11 @@ class NewFiles:
         remove_temporary(self._directory, self._is_own)
 
     def _move_to_names(
-        self, names: Sequence[str], older: Sequence[str], shard_of: Mapping[str, int], total_size: int
+        self,
+        names: Sequence[str],
+        older: Sequence[str],
+        shard_of: Mapping[str, int],
+        total_size: int,
     ) -> None:
         """Give the files these names, and the index to them its own: the new weights exist."""
         # What readers open has been there before, or has not.
@@ -132,7 +162,8 @@ class NewFiles:
             is_switched = True
             sync_directory(self._directory)
         except BaseException:
-            # A file or an index that replaced an older one stays, complete. Otherwise only the older weights stay.
+            # A file or an index that replaced an older one stays, complete. Otherwise only the
+            # older weights stay.
             if is_new:
                 self._remove(self._index if self._has_index else self._base)
             if self._has_index and (is_new or not is_switched):
@@ -141,7 +172,9 @@ class NewFiles:
                         os.replace(final, temporary)
             raise
 
-    def _rename_from_interim(self, interim_names: Sequence[str], shard_of: Mapping[str, int], total_size: int) -> None:
+    def _rename_from_interim(
+        self, interim_names: Sequence[str], shard_of: Mapping[str, int], total_size: int
+    ) -> None:
         """Give the shards their own names: under both, until the index refers to these."""
         for name, interim_name in zip(self.names, interim_names, strict=True):
             try:
@@ -156,7 +189,9 @@ class NewFiles:
         with contextlib.suppress(FileNotFoundError):
             os.remove(self._final(name))
 
-    def _switch_index(self, names: Sequence[str], shard_of: Mapping[str, int], total_size: int) -> None:
+    def _switch_index(
+        self, names: Sequence[str], shard_of: Mapping[str, int], total_size: int
+    ) -> None:
         weight_map = {name: names[number] for name, number in sorted(shard_of.items())}
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         with self.writing(self._index) as file:
@@ -170,7 +205,8 @@ class NewFiles:
                 os.remove(self._temporary(name))
 
     def _is_own(self, name: str) -> bool:
-        shard = rf"{re.escape(self._stem)}-\d{{5}}-of-\d{{5}}(\.[0-9a-f]{{8}})?{re.escape(self._suffix)}"
+        stem, suffix = re.escape(self._stem), re.escape(self._suffix)
+        shard = rf"{stem}-\d{{5}}-of-\d{{5}}(\.[0-9a-f]{{8}})?{suffix}"
         return name in (self._base, self._index) or re.fullmatch(shard, name) is not None
 
     def _final(self, name: str) -> str:
@@ -190,20 +226,24 @@ def save_weights(
     metadata: Mapping[str, str] | None = None,
     max_shard_bytes: int = 5 * 2**30,
 ) -> str:
-    """Save weights as safetensors files, for `transformers`, vLLM and other tools that read this format.
+    """Save weights as safetensors files, for `transformers`, vLLM and other tools that read them.
 
-    Saving is atomic: readers find the older weights until all files are written. On several processes all of them call
-    it and the first one writes.
+    Saving is atomic: readers find the older weights until all files are written. On several
+    processes all of them call it and the first one writes.
 
     Args:
-        path: A file, such as `model.safetensors`. Larger weights are written to `model-00001-of-00003.safetensors` and
-            so on, with `model.safetensors.index.json`. A file that is replaced keeps its mode, and a link is followed.
+        path: A file, such as `model.safetensors`. Larger weights are written to
+            `model-00001-of-00003.safetensors` and so on, with `model.safetensors.index.json`. A
+            file that is replaced keeps its mode, and a link is followed.
         params: A tree of arrays, on any devices, with any sharding.
-        names: Path in params → the name of its tensor, None to omit the leaf, or a pair `(name, transform)`, where
-            `transform` computes the tensor from the leaf, a NumPy array (`numpy.transpose`). A mapping, in which
-            missing paths are the names, or a function of the path.
-        metadata: Strings to store with the tensors; `{"format": "pt"}` if None, which `transformers` needs.
-        max_shard_bytes: The maximum size of the tensors in one file. A larger tensor has its own file.
+        names: Path in params → the name of its tensor, None to omit the leaf, or a pair
+            `(name, transform)`, where `transform` computes the tensor from the leaf, a NumPy array
+            (`numpy.transpose`). A mapping, in which missing paths are the names, or a function of
+            the path.
+        metadata: Strings to store with the tensors; `{"format": "pt"}` if None, which
+            `transformers` needs.
+        max_shard_bytes: The maximum size of the tensors in one file. A larger tensor has its own
+            file.
 
     Returns:
         The path of the file, or of the index.
@@ -212,13 +252,14 @@ def save_weights(
         ImportError: The `safetensors` package is not installed: `pip install 'jstep[weights]'`.
         OSError: The files cannot be written. Older files are unchanged.
         TypeError: A leaf is not an array, or an argument is of the wrong type.
-        ValueError: Two leaves have one name; a leaf has a dtype that safetensors lacks (PRNG keys, int4) or was
-            deleted; or names has a path that is not in params.
+        ValueError: Two leaves have one name; a leaf has a dtype that safetensors lacks (PRNG keys,
+            int4) or was deleted; or names has a path that is not in params.
 
     Example:
         >>> import os, tempfile, jax.numpy as jnp, jstep
+        >>> params = {"up": jnp.ones((64, 64))}
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     path = jstep.save_weights(f"{directory}/model.safetensors", {"up": jnp.ones((64, 64))})
+        ...     path = jstep.save_weights(f"{directory}/model.safetensors", params)
         ...     os.listdir(directory)
         ['model.safetensors']
 
@@ -251,7 +292,12 @@ def save_weights(
     return files.path if len(shards) > 1 else path
 
 
-def _write(files: NewFiles, shards: Sequence[Sequence[_Item]], arrays: Iterator[Any], metadata: dict[str, str]) -> None:
+def _write(
+    files: NewFiles,
+    shards: Sequence[Sequence[_Item]],
+    arrays: Iterator[Any],
+    metadata: dict[str, str],
+) -> None:
     files.check()
     try:
         for name, shard in zip(files.names, shards, strict=True):
@@ -259,7 +305,9 @@ def _write(files: NewFiles, shards: Sequence[Sequence[_Item]], arrays: Iterator[
                 file.write(_header(shard, metadata))
                 for item in shard:
                     file.write(_stored(item, next(arrays)).reshape(-1).view(np.uint8).data)
-        shard_of = {item.tensor.name: number for number, shard in enumerate(shards) for item in shard}
+        shard_of = {
+            item.tensor.name: number for number, shard in enumerate(shards) for item in shard
+        }
         files.publish(shard_of, sum(item.tensor.nbytes for shard in shards for item in shard))
     finally:
         files.discard()
@@ -269,7 +317,9 @@ def _items(params: Tree, names: object) -> list[_Item]:
     items: list[_Item] = []
     problems: list[str] = []
     owners: dict[str, str] = {}
-    for (path, leaf), rule in zip(trees.leaves_with_paths(params), rules(names, params, "params"), strict=True):
+    for (path, leaf), rule in zip(
+        trees.leaves_with_paths(params), rules(names, params, "params"), strict=True
+    ):
         leaf = _as_saved(leaf, path)
         if rule.name is None:
             continue
@@ -280,7 +330,9 @@ def _items(params: Tree, names: object) -> list[_Item]:
         if rule.name in owners:
             problems.append(f"{owners[rule.name]!r} and {path!r} have one name, {rule.name!r}")
         elif rule.name in ("", METADATA) or not is_utf8(rule.name):
-            problems.append(f"{path!r} has the name {rule.name!r}, which safetensors does not allow")
+            problems.append(
+                f"{path!r} has the name {rule.name!r}, which safetensors does not allow"
+            )
         elif code is None:
             problems.append(f"{path!r} is {stored.dtype}")
         else:
@@ -289,7 +341,8 @@ def _items(params: Tree, names: object) -> list[_Item]:
         owners.setdefault(rule.name, path)
     if problems:
         raise ValueError(
-            f"params: cannot be saved: {'; '.join(problems)}; give them another name or transform in names, or None"
+            f"params: cannot be saved: {'; '.join(problems)}; give them another name or "
+            "transform in names, or None"
         )
     if not items:
         raise ValueError("params: has no leaf to save")
@@ -303,8 +356,9 @@ def _stored(item: _Item, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     shape = item.tensor.shape
     if (dtype_code(array.dtype), array.shape) != (code, shape):
         raise ValueError(
-            f"names: the transform for {item.path!r} returned {array.dtype}{list(array.shape)} for the leaf, but "
-            f"{code}{list(shape)} for ones of its shape; it must depend on shape and dtype alone"
+            f"names: the transform for {item.path!r} returned {array.dtype}{list(array.shape)} for "
+            f"the leaf, but {code}{list(shape)} for ones of its shape; it must depend on "
+            "shape and dtype alone"
         )
     return np.asarray(array, array.dtype.newbyteorder("<"), order="C")
 
@@ -327,7 +381,8 @@ def _as_saved(leaf: object, path: str) -> Any:
         return device_values.number(leaf, what)
     if not trees.is_array(leaf):
         raise TypeError(
-            f"{what} must be an array, got {describe_type(leaf)}; remove others, as by equinox.filter or flax.nnx.state"
+            f"{what} must be an array, got {describe_type(leaf)}; remove others, as by "
+            "equinox.filter or flax.nnx.state"
         )
     return leaf
 
@@ -336,10 +391,14 @@ def _file(path: object) -> str:
     file = local_path(path)
     if os.path.isdir(file) or not os.path.basename(file):
         raise IsADirectoryError(
-            f"path={file!r}: must be a file, got a directory; pass {os.path.join(file, 'model.safetensors')!r}"
+            f"path={file!r}: must be a file, got a directory; pass "
+            f"{os.path.join(file, 'model.safetensors')!r}"
         )
     if file.endswith(INDEX):
-        raise ValueError(f"path={file!r}: must be a file for tensors, got an index; pass {file.removesuffix(INDEX)!r}")
+        raise ValueError(
+            f"path={file!r}: must be a file for tensors, got an index; pass "
+            f"{file.removesuffix(INDEX)!r}"
+        )
     return file
 
 
@@ -349,6 +408,7 @@ def _metadata(metadata: Any) -> dict[str, str]:
     for key, value in as_mapping(metadata, "metadata", "from strings to strings").items():
         if not all(isinstance(text, str) and is_utf8(text) for text in (key, value)):
             raise TypeError(
-                f"metadata: {format_value(key)}: {format_value(value)} must be strings in UTF-8; use json.dumps"
+                f"metadata: {format_value(key)}: {format_value(value)} must be strings in "
+                "UTF-8; use json.dumps"
             )
     return dict(metadata)

@@ -54,7 +54,8 @@ class Tensor(NamedTuple):
 
     Attributes:
         name: Its name, or its path in the checkpoint.
-        code: The safetensors code of its dtype, or the dtype's name, such as `key<fry>` for PRNG keys.
+        code: The safetensors code of its dtype, or the dtype's name, such as `key<fry>` for PRNG
+            keys.
     """
 
     name: str
@@ -99,8 +100,9 @@ def check_file(path: str) -> None:
             pass
     except safetensors.SafetensorError as error:
         raise ValueError(
-            f"{printable(path)}: is corrupted, or not readable by safetensors {safetensors.__version__}, and newer "
-            f"versions know more dtypes: {printable(error):.300}"
+            f"{printable(path)}: is corrupted, or not readable by safetensors "
+            f"{safetensors.__version__}, and newer versions know more dtypes: "
+            f"{printable(error):.300}"
         ) from None
 
 
@@ -108,11 +110,15 @@ def package() -> Any:
     try:
         import safetensors
     except ImportError as error:
-        raise ImportError("weights need the safetensors package: pip install 'jstep[weights]'") from error
+        raise ImportError(
+            "weights need the safetensors package: pip install 'jstep[weights]'"
+        ) from error
     return safetensors
 
 
-def read_parts(tensor: Tensor, parts: Iterable[ShardBounds]) -> dict[ShardBounds, np.ndarray[Any, Any]]:
+def read_parts(
+    tensor: Tensor, parts: Iterable[ShardBounds]
+) -> dict[ShardBounds, np.ndarray[Any, Any]]:
     assert tensor.dtype is not None
     if tensor.nbytes == 0:  # nothing can be mapped
         return {part: np.empty(lengths(part), tensor.dtype) for part in parts}
@@ -120,17 +126,21 @@ def read_parts(tensor: Tensor, parts: Iterable[ShardBounds]) -> dict[ShardBounds
         whole = np.memmap(tensor.file, tensor.dtype, "r", tensor.start, tensor.shape)
     except ValueError as error:
         raise ValueError(
-            f"{printable(tensor.file)}: was truncated after its header was read: {error}; load it again"
+            f"{printable(tensor.file)}: was truncated after its header was read: "
+            f"{error}; load it again"
         ) from None
     arrays = {part: np.array(whole[slices(part)], tensor.dtype, order="C") for part in parts}
     if tensor.code == "BOOL" and any((array.view(np.uint8) > 1).any() for array in arrays.values()):
         raise ValueError(
-            f"{printable(tensor.file)}: corrupted: the tensor {tensor.name!r} has bools that are neither 0 nor 1"
+            f"{printable(tensor.file)}: corrupted: the tensor {tensor.name!r} has bools "
+            "that are neither 0 nor 1"
         )
     return arrays
 
 
-def group_by_bytes(items: Iterable[tuple[str, int, _Item]], max_bytes: int) -> Iterator[dict[str, _Item]]:
+def group_by_bytes(
+    items: Iterable[tuple[str, int, _Item]], max_bytes: int
+) -> Iterator[dict[str, _Item]]:
     """Divide (name, bytes, item) into groups of at most `max_bytes` bytes, with unique names."""
     group: dict[str, _Item] = {}
     left = max_bytes

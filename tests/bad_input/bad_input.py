@@ -18,7 +18,9 @@ def linear(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(x @ params["dense"]["kernel"] + params["dense"]["bias"][None])
 
 
-def apply(grads: Any, optimizer: jstep.Optimizer = adam, state_optimizer: jstep.Optimizer | None = None) -> Any:
+def apply(
+    grads: Any, optimizer: jstep.Optimizer = adam, state_optimizer: jstep.Optimizer | None = None
+) -> Any:
     return jstep.apply_gradients(create(PARAMS, state_optimizer or optimizer), grads, optimizer)
 
 
@@ -30,9 +32,13 @@ def compute(loss_fn: Any = linear, x: Any = None, **kwargs: Any) -> Any:
     return jstep.compute_gradients(loss_fn, **kwargs)(PARAMS, jnp.ones((6, 2)) if x is None else x)
 
 
-def step(loss_fn: Any = linear, optimizer: Any = adam, state: Any = None, args: Any = None, **kwargs: Any) -> Any:
+def step(
+    loss_fn: Any = linear, optimizer: Any = adam, state: Any = None, args: Any = None, **kwargs: Any
+) -> Any:
     state = create(PARAMS, adam) if state is None else state
-    return jstep.minimize(loss_fn, optimizer, **kwargs)(state, *((jnp.ones((6, 2)),) if args is None else args))
+    return jstep.minimize(loss_fn, optimizer, **kwargs)(
+        state, *((jnp.ones((6, 2)),) if args is None else args)
+    )
 
 
 def rows(values: Any = (2, 1), indices: Any = (0, 1), shape: Any = (4, 1)) -> jstep.IndexedSlices:
@@ -41,7 +47,9 @@ def rows(values: Any = (2, 1), indices: Any = (0, 1), shape: Any = (4, 1)) -> js
 
 def sparse(slices: jstep.IndexedSlices) -> Any:
     optimizer = jstep.gradient_descent(1.0)
-    return jstep.apply_gradients(create({"table": jnp.zeros((4, 1))}, optimizer), {"table": slices}, optimizer)
+    return jstep.apply_gradients(
+        create({"table": jnp.zeros((4, 1))}, optimizer), {"table": slices}, optimizer
+    )
 
 
 def with_norm(norm: Any) -> Any:
@@ -60,6 +68,10 @@ def train(
     state: Any = None,
     **kwargs: Any,
 ) -> Any:
-    one = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), adam) if step is None else step
+    one = (
+        jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), adam)
+        if step is None
+        else step
+    )
     first = create({"w": jnp.ones(2)}, adam) if state is None else state
     return jstep.train(one, first, batches, last_step, progress=False, **kwargs)

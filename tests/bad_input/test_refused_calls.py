@@ -1,7 +1,8 @@
-"""What refused calls are told, one of each kind: `tests/ROOM/refused_calls.txt`, as a session of Python shows it.
+"""What refused calls are told, one of each kind: `tests/ROOM/refused_calls.txt`, as a session of
+Python shows it.
 
-A statement has no message: it prepares the calls of its file. The names that a file may use without preparing them are
-those of `bad_input.py`, and `folder`, the path of an empty directory.
+A statement has no message: it prepares the calls of its file. The names that a file may use without
+preparing them are those of `bad_input.py`, and `folder`, the path of an empty directory.
 """
 
 import functools
@@ -43,11 +44,15 @@ def is_call(line: str) -> bool:
 
 def calls_of(path: pathlib.Path) -> list[Refused]:
     """Return the calls of a file."""
-    return [Refused(*found) for found in CALL.findall(path.read_text(encoding="utf-8")) if is_call(found[0])]
+    return [
+        Refused(*found)
+        for found in CALL.findall(path.read_text(encoding="utf-8"))
+        if is_call(found[0])
+    ]
 
 
 def names_of(path: pathlib.Path, folder: str) -> dict[str, Any]:
-    """Return the names that the calls of a file use, `folder` among them, which is empty at first."""
+    """Return the names that the calls of a file use, with `folder`, which is empty at first."""
     names = vars(bad_input) | {"folder": folder}
     for line, _ in CALL.findall(path.read_text(encoding="utf-8")):
         if not is_call(line):
@@ -64,7 +69,9 @@ def told(call: str, names: dict[str, Any]) -> str:
         except NameError:
             raise  # the call itself is wrong
         except Exception as error:
-            return VARYING.sub("", f"{type(error).__name__}: {error}\n").replace(names["folder"], "FOLDER")
+            return VARYING.sub("", f"{type(error).__name__}: {error}\n").replace(
+                names["folder"], "FOLDER"
+            )
     raise AssertionError(f"{call} is not refused: it returned {result!r}")
 
 
@@ -76,7 +83,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[pathlib.Path
 
 @pytest.mark.parametrize(
     ("path", "refused"),
-    [pytest.param(path, one, id=f"{path.parent.name}-{one.call}") for path in FILES for one in calls_of(path)],
+    [
+        pytest.param(path, one, id=f"{path.parent.name}-{one.call}")
+        for path in FILES
+        for one in calls_of(path)
+    ],
 )
 def test_what_a_refused_call_is_told(prepared: Any, path: pathlib.Path, refused: Refused) -> None:
     assert told(refused.call, prepared(path)) == refused.told

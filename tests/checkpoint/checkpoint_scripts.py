@@ -25,12 +25,15 @@ def state_at(step, value, size=1000):
 
 
 def start(script, *args, **env):
-    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:  # for the source lines in tracebacks
+    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
+        # A file, for the source lines in tracebacks.
         file.write(PRELUDE + textwrap.dedent(script))
     command = [sys.executable, file.name, *map(str, args)]
     path = os.pathsep.join(filter(None, [TESTS, os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, **env}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def end(process, timeout=120):

@@ -1,4 +1,5 @@
-"""States to save, failing and held saves, and helpers that inspect or corrupt the files of a checkpoint."""
+"""States to save, failing and held saves, and helpers that inspect or corrupt the files of a
+checkpoint."""
 
 import glob
 import json
@@ -52,7 +53,11 @@ def files_of(path):
 
 def read_files_of(path):
     """Return the files of a checkpoint that are read: all but those that only Orbax reads."""
-    return [file for file in files_of(path) if os.path.basename(file) not in {*ORBAX_ONLY, ORBAX_COMMIT_FILE}]
+    return [
+        file
+        for file in files_of(path)
+        if os.path.basename(file) not in {*ORBAX_ONLY, ORBAX_COMMIT_FILE}
+    ]
 
 
 def flip(path, at):
@@ -76,10 +81,12 @@ def edit_manifest(path, change):
 
 
 def failing_saves(directory):
-    """Return a context in which the disk is full when a save below a directory writes its last file, the manifest."""
+    """Return a context in which the disk is full when a save below a directory writes its last
+    file, the manifest."""
     return before("open", f"{directory}/*/manifest.json*", disk_is_full, mode="w")
 
 
 def held_saves(directory):
-    """Return a context whose saves below a directory write their last file when the event is set, or at its end."""
+    """Return a context whose saves below a directory write their last file when the event is set,
+    or at its end."""
     return held("open", f"{directory}/*/manifest.json*", mode="w")

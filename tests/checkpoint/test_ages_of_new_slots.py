@@ -1,4 +1,5 @@
-"""A partial restore with new slots: their age is that of fresh ones, unless restored slots share it."""
+"""A partial restore with new slots: their age is that of fresh ones, unless restored slots share
+it."""
 
 import logging
 
@@ -29,7 +30,9 @@ def by_name(*names):
 def restored(directory, before, saved_params, optimizer, params, names=None, global_step=0):
     """Return a state of `optimizer`, restored in part from a run of `before` at STEP."""
     with Saver(directory) as saver:
-        saver.save(jstep.TrainState.create(saved_params, before).replace(global_step=jnp.int32(STEP)))
+        saver.save(
+            jstep.TrainState.create(saved_params, before).replace(global_step=jnp.int32(STEP))
+        )
         target = jstep.TrainState.create(params, optimizer, global_step=global_step)
         return saver.restore(target, partial=True, names=names)
 
@@ -64,11 +67,20 @@ def test_slots_of_which_none_was_restored_equal_fresh_ones(name, tmp_path):
         (jstep.gradient_descent(0.1), jstep.compact(jstep.adam(0.1), min_size=0), "start_step"),
         (jstep.gradient_descent(0.1), jstep.master_weights(jstep.adam(0.1)), "start_step"),
         (jstep.gradient_descent(0.1), jstep.update_every(jstep.adam(0.1), 2), "start_step"),
-        (jstep.gradient_descent(0.1), jstep.chain(jstep.scale_by_adam(), jstep.sgd(0.1)), "start_step"),
+        (
+            jstep.gradient_descent(0.1),
+            jstep.chain(jstep.scale_by_adam(), jstep.sgd(0.1)),
+            "start_step",
+        ),
     ],
-    ids=["other", "lookahead", "part", "wrapped part", "scope", "average", "compact", "masters", "every", "chain"],
-)
-def test_an_age_of_new_slots_counts_from_the_restored_step(before, optimizer, new_age, tmp_path, caplog):
+    ids=[
+        "other", "lookahead", "part", "wrapped part", "scope", "average", "compact", "masters",
+        "every", "chain",
+    ],
+)  # fmt: skip
+def test_an_age_of_new_slots_counts_from_the_restored_step(
+    before, optimizer, new_age, tmp_path, caplog
+):
     params = params_of("body", "head")
     state = restored(tmp_path, before, params_of("body"), optimizer, params)
     assert int(state.slots[new_age]) == STEP
@@ -120,7 +132,9 @@ def test_an_average_that_shares_the_age_of_adam_is_named(tmp_path, caplog):
     assert "ExponentialMovingAverage(start_step=…)" in caplog.text
 
 
-@pytest.mark.parametrize("optimizer", [jstep.lion(0.1), jstep.momentum(0.1, 0.9), optax.adam(0.1), jstep.adam(0.1)])
+@pytest.mark.parametrize(
+    "optimizer", [jstep.lion(0.1), jstep.momentum(0.1, 0.9), optax.adam(0.1), jstep.adam(0.1)]
+)
 @pytest.mark.parametrize("global_step", [0, STEP])
 def test_no_line_where_no_age_is_shared(optimizer, global_step, tmp_path, caplog):
     restored(tmp_path, NO_SLOTS, params_of("w"), optimizer, params_of("w"), global_step=global_step)
@@ -134,7 +148,9 @@ def test_the_count_of_optax_is_kept_if_its_moments_are_new(tmp_path, caplog):
         saver.save(jstep.apply_gradients(state, params_of("body"), optimizer))
         new = saver.restore(jstep.TrainState.create(params_of("head"), optimizer), partial=True)
         assert int(new.slots["optax/0/count"]) == 0
-        both = saver.restore(jstep.TrainState.create(params_of("body", "head"), optimizer), partial=True)
+        both = saver.restore(
+            jstep.TrainState.create(params_of("body", "head"), optimizer), partial=True
+        )
         assert int(both.slots["optax/0/count"]) == 1
         assert "share an age (2): 'slots/optax/0/mu/head', 'slots/optax/0/nu/head'" in caplog.text
 
@@ -151,7 +167,10 @@ def custom_optimizer(declares):
     def update(gradients, slots, params, step):
         prefix = "" if declares else "own/"
         updates, new = inner.update(
-            gradients, {name.removeprefix(prefix): tree for name, tree in slots.items()}, params, step
+            gradients,
+            {name.removeprefix(prefix): tree for name, tree in slots.items()},
+            params,
+            step,
         )
         return updates, {f"{prefix}{name}": tree for name, tree in new.items()}
 
@@ -171,7 +190,9 @@ def test_each_member_of_a_population_has_an_age(tmp_path):
     with Saver(tmp_path) as saver:
         make = jax.vmap(lambda rate: jstep.TrainState.create({"w": jnp.ones(3) * rate}, NO_SLOTS))
         saver.save(make(jnp.arange(3.0)).replace(global_step=steps))
-        make = jax.vmap(lambda rate: jstep.TrainState.create({"w": jnp.ones(3) * rate}, jstep.adam(rate)))
+        make = jax.vmap(
+            lambda rate: jstep.TrainState.create({"w": jnp.ones(3) * rate}, jstep.adam(rate))
+        )
         state = saver.restore(make(jnp.arange(3.0)), partial=True)
     assert state.slots["start_step"].tolist() == [20, 20, 20]
 

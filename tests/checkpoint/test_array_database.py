@@ -43,7 +43,9 @@ def test_an_array_without_one_of_its_chunks_is_not_read_as_zeros(tmp_path):
 def test_zeros_are_stored(tmp_path):
     """Chunks of zeros that were not stored could not be told from lost ones."""
     base, zeros = directory_spec(str(tmp_path)), np.zeros((512, 8), np.float32)
-    array_writer.write(base, array_writer.take({"w": zeros, "b": np.int32(0)[None]}), result_of, first=True)
+    array_writer.write(
+        base, array_writer.take({"w": zeros, "b": np.int32(0)[None]}), result_of, first=True
+    )
     assert sum(file.stat().st_size for file in tmp_path.glob("d/*")) > zeros.nbytes
 
 
@@ -74,10 +76,21 @@ def test_no_chunk_belongs_to_two_parts(monkeypatch, part):
 
 def test_orbax_opens_a_checkpoint(tmp_path):
     """It reads it in each of its ways, with and without a target."""
-    params = {"w": jnp.arange(12.0).reshape(3, 4), "h": jnp.ones((2, 2), jnp.bfloat16), "flag": jnp.array(True)}
+    params = {
+        "w": jnp.arange(12.0).reshape(3, 4),
+        "h": jnp.ones((2, 2), jnp.bfloat16),
+        "flag": jnp.array(True),
+    }
     with Saver(tmp_path) as saver:
-        path = saver.save(jstep.TrainState.create(params, jstep.gradient_descent(0.1), global_step=7))
-    expected = {"params/w": params["w"], "params/h": params["h"], "params/flag": params["flag"], "global_step": 7}
+        path = saver.save(
+            jstep.TrainState.create(params, jstep.gradient_descent(0.1), global_step=7)
+        )
+    expected = {
+        "params/w": params["w"],
+        "params/h": params["h"],
+        "params/flag": params["flag"],
+        "global_step": 7,
+    }
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     kinds = {name: (np.shape(leaf), jnp.asarray(leaf).dtype) for name, leaf in expected.items()}
     target = {name: jax.ShapeDtypeStruct(*kind, sharding=here) for name, kind in kinds.items()}

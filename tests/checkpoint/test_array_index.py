@@ -1,4 +1,5 @@
-"""The index of the arrays of a checkpoint: ours is read as tensorstore reads it, and a stranger's before it does."""
+"""The index of the arrays of a checkpoint: ours is read as tensorstore reads it, and a stranger's
+before it does."""
 
 import databases
 import jax.numpy as jnp
@@ -62,7 +63,9 @@ def bytes_named_twice(put):
 def a_node_within_another(put):
     inner = databases.leaf({b"": b"1"})
     start, length = put(databases.leaf({b"a": inner}))
-    return 1, *put(databases.interior(1, [(b"a", 1, start, length), (b"b", 1, start + 1, length - 1)]))
+    return 1, *put(
+        databases.interior(1, [(b"a", 1, start, length), (b"b", 1, start + 1, length - 1)])
+    )
 
 
 def keys_that_share_a_long_beginning(put):
@@ -126,7 +129,10 @@ def test_a_strange_index_is_an_error_before_tensorstore_reads_it(saved, make, ca
         error = capsys.readouterr().err
         assert saved in error
         assert "its files" in error or "the index of its arrays is not what jstep writes" in error
-    with pytest.raises(CheckpointError, match=r"model-1 is corrupted: (its files|the index of its arrays is not what)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model-1 is corrupted: (its files|the index of its arrays is not what)",
+    ):
         restored(saved)
 
 
@@ -150,6 +156,8 @@ def test_an_array_belongs_to_one_leaf_and_is_stored_as_its_dtype(saved):
         restored(saved)
     edit_manifest(saved, lambda data: data["leaves"][0].pop("array") and None)
     assert np.array_equal(restored(saved)["params"]["w"], original)
-    edit_manifest(saved, lambda data: data["leaves"][1].update(dtype="float64", stored_as="float32"))
+    edit_manifest(
+        saved, lambda data: data["leaves"][1].update(dtype="float64", stored_as="float32")
+    )
     with pytest.raises(CheckpointError, match="of dtype float64 is not stored as float32"):
         restored(saved)

@@ -1,4 +1,5 @@
-"""The leaves of a state are passed over once: bounds of the number of calls of jstep's functions."""
+"""The leaves of a state are passed over once: bounds of the number of calls of jstep's
+functions."""
 
 import contextlib
 import os
@@ -42,7 +43,8 @@ def test_calls_of_a_save_and_of_a_match(tmp_path):
     params = {f"layer{i}": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)} for i in range(100)}
     state = jstep.TrainState.create(params, jstep.adam())
     assert len(jax.tree.leaves(state)) == LEAVES
-    with jstep.Saver(tmp_path / "first") as saver:  # whatever ran before, modules are imported and names are shown now
+    with jstep.Saver(tmp_path / "first") as saver:
+        # Whatever ran before, modules are imported and names are shown now.
         saver.save(jstep.TrainState.create({"w": 0.0}, jstep.adam()))
     with counted() as calls, jstep.Saver(tmp_path) as saver:
         saver.save(state)
@@ -59,13 +61,16 @@ def test_calls_of_a_save_and_of_a_match(tmp_path):
 ROWS = np.ones((40, 4), np.float32)
 BATCHES = {
     "batches": lambda: jstep.batches(ROWS, {0: 4, 12: 8}, seed=1),
-    "mixture": lambda: jstep.mixture({"a": ROWS, "b": ROWS}, 4, {0: {"a": 1, "b": 1}, 12: {"a": 3, "b": 1}}),
+    "mixture": lambda: jstep.mixture(
+        {"a": ROWS, "b": ROWS}, 4, {0: {"a": 1, "b": 1}, 12: {"a": 3, "b": 1}}
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", BATCHES)
 def test_calls_of_a_save_in_a_run(kind, tmp_path, monkeypatch):
-    """The loop's thread does little: what the checkpoint holds of the batches is made while it is written."""
+    """The loop's thread does little: what the checkpoint holds of the batches is made while it is
+    written."""
     of_saves, save = [], RunSaverHook.save
 
     def counted_save(*args, **kwargs):
@@ -77,8 +82,12 @@ def test_calls_of_a_save_in_a_run(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(RunSaverHook, "save", counted_save)
     optimizer, batches = jstep.adam(), BATCHES[kind]()
     state = jstep.TrainState.create({"kernel": jnp.ones(4), "bias": jnp.ones(2)}, optimizer)
-    step = jstep.minimize(lambda params, x: jnp.mean((x @ params["kernel"] + params["bias"].sum()) ** 2), optimizer)
-    jstep.train(step, state, batches, 20, checkpoint_dir=tmp_path, save_checkpoint_steps=5, progress=False)
+    step = jstep.minimize(
+        lambda params, x: jnp.mean((x @ params["kernel"] + params["bias"].sum()) ** 2), optimizer
+    )
+    jstep.train(
+        step, state, batches, 20, checkpoint_dir=tmp_path, save_checkpoint_steps=5, progress=False
+    )
     _, *others, end = of_saves  # the first one claims the directory; the last one waits
     assert [calls[hook_states.get_states.__code__] for calls in of_saves] == [1] * 4
     assert len(others) == 2

@@ -51,19 +51,25 @@ class TestCorruption:
                 saver.restore(state_at(0))
             command = f"`mv {path} {path}.aside.0`."
             assert str(error.value).endswith(
-                f"No other checkpoint model-* in {tmp_path} is intact; to start from scratch, set aside what cannot be "
+                f"No other checkpoint model-* in {tmp_path} is intact; "
+                "to start from scratch, set aside what cannot be "
                 f"used: {command}"
             )
 
     def test_a_missing_file_is_an_error(self, saved, caplog):
-        """A crash never leaves a checkpoint without one of its files, so a missing file was deleted by a user."""
+        """A crash never leaves a checkpoint without one of its files, so a missing file was deleted
+        by a user."""
         saver, path = saved
         for file in read_files_of(path):
             os.rename(file, file + ".gone")
             for target in (state_at(0), None):
-                with pytest.raises(CheckpointError, match="newest intact checkpoint is step 2") as error:
+                with pytest.raises(
+                    CheckpointError, match="newest intact checkpoint is step 2"
+                ) as error:
                     saver.restore(target)
-                assert f"{path} is corrupted: {os.path.relpath(file, path)} is missing" in str(error.value)
+                assert f"{path} is corrupted: {os.path.relpath(file, path)} is missing" in str(
+                    error.value
+                )
                 assert str(error.value).endswith(
                     f"to resume from it, set aside what cannot be used: {MOVED % (path, path)}."
                 )
@@ -87,14 +93,17 @@ class TestCorruption:
                 saver.restore(state_at(0), step=step)
             assert "delete" not in str(error.value), "it is intact"
             with pytest.raises(
-                CheckpointError, match=r"newest intact checkpoint is step 3 .*`mv .*/model-90 .*/model-90\.aside\.0`"
+                CheckpointError,
+                match=r"newest intact checkpoint "
+                r"is step 3 .*`mv .*/model-90 .*/model-90\.aside\.0`",
             ):
                 saver.extra(step)
         shutil.rmtree(f"{directory}/model-90")
         assert int(saver.restore(state_at(0)).global_step) == 3
 
 
-# The error of a checkpoint that cannot be restored: quick, and never advice to delete what is intact.
+# The error of a checkpoint that cannot be restored: quick, and never advice to delete what is
+# intact.
 
 
 @pytest.fixture
@@ -105,7 +114,9 @@ def saved(tmp_path):
 
 
 def moved(directory, *steps):
-    return f"`{' && '.join(f'mv {directory}/model-{n} {directory}/model-{n}.aside.0' for n in steps)}`"
+    return (
+        f"`{' && '.join(f'mv {directory}/model-{n} {directory}/model-{n}.aside.0' for n in steps)}`"
+    )
 
 
 def test_the_limit_is_for_all_of_them_together(saved):
@@ -117,7 +128,10 @@ def test_the_limit_is_for_all_of_them_together(saved):
 
     edit_manifest(f"{saved}/model-2", enlarge)
     flip(f"{saved}/model-2/manifest.ocdbt", 3)
-    with pytest.raises(CheckpointError, match=rf"intact checkpoint is step 1 .*: {moved(saved, 3, 2)}\."):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"intact checkpoint is step 1 .*: {moved(saved, 3, 2)}\.",
+    ):
         Saver(saved).restore()
 
 

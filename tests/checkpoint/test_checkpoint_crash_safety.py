@@ -19,7 +19,10 @@ from jstep.checkpoint.saver import Saver
 @pytest.mark.thorough(except_for=["raise KeyError('mine')-KeyError: 'mine'"])
 @pytest.mark.parametrize(
     ("ending", "stderr"),
-    [("os.chdir('/'); del saver; raise SystemExit(0)", ""), ("raise KeyError('mine')", "KeyError: 'mine'")],
+    [
+        ("os.chdir('/'); del saver; raise SystemExit(0)", ""),
+        ("raise KeyError('mine')", "KeyError: 'mine'"),
+    ],
 )
 def test_interpreter_exit_without_close_finishes_the_saves(tmp_path, ending, stderr):
     """A save that fails at the exit is logged, since no call can raise its error."""
@@ -30,7 +33,7 @@ def test_interpreter_exit_without_close_finishes_the_saves(tmp_path, ending, std
     full.__enter__()  # until the interpreter has ended
     Saver(sys.argv[2]).save(state_at(4, 1.0))
     {ending}
-    """
+    """  # noqa: E501
     code = f"import sys; sys.path.insert(0, {TESTS!r})\n{PRELUDE}{textwrap.dedent(script)}"
     process = forked.start(code, tmp_path / "run", tmp_path / "failing")
     err = process.communicate(timeout=60)[1]
@@ -51,7 +54,7 @@ def test_interpreter_exit_after_close_without_wait(tmp_path):
     hanging.__enter__()  # until the interpreter has ended
     saver.save(state_at(3, 1.0))
     saver.close(wait=False)
-    """
+    """  # noqa: E501
     code = f"import sys; sys.path.insert(0, {TESTS!r})\n{PRELUDE}{textwrap.dedent(script)}"
     process = forked.start(code, tmp_path)
     try:
@@ -71,7 +74,9 @@ def fill(directory, reasons):
     step, failure = 0, None
     while failure is None:
         try:
-            saver.save({"global_step": step, "w": jnp.full(250_000 * (1 if step < 3 else 16), float(step))})
+            saver.save(
+                {"global_step": step, "w": jnp.full(250_000 * (1 if step < 3 else 16), float(step))}
+            )
             saver.wait()
             saved.append(step)
             step += 1
@@ -150,5 +155,11 @@ def test_unreadable_arrays_are_not_called_corrupted(unprivileged):
             save_all(saver, [1])
             saver.restore()
         os.chmod(os.path.join(above, "run", "model-1", "manifest.ocdbt"), 0)
-        with unprivileged(), pytest.raises(CheckpointError, match=r"model-1 could not be read: .*PERMISSION_DENIED"):
+        with (
+            unprivileged(),
+            pytest.raises(
+                CheckpointError,
+                match=r"model-1 could not be read: .*PERMISSION_DENIED",
+            ),
+        ):
             Saver(os.path.join(above, "run")).restore()

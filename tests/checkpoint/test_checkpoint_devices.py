@@ -23,7 +23,9 @@ def shapes_and_shardings(tree, specs, shape, names):
     devices = jax.devices()[: np.prod(shape)]
     mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
     shardings = jax.tree.map(lambda leaf: NamedSharding(mesh, specs.get(leaf.shape, P())), tree)
-    shapes = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)
+    shapes = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings
+    )
     return shapes, shardings
 
 
@@ -40,7 +42,9 @@ def test_restore_uses_the_shardings_of_the_target(tmp_path):
         saver.save(state)
     saver = Saver(tmp_path)
     shapes = {"params": {"w": (8, 8), "b": (8,)}, "slots": {"m": {"w": (8, 8), "none": (0, 8)}}}
-    abstract = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda x: type(x) is tuple)
+    abstract = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda x: type(x) is tuple
+    )
     abstract["params"]["key"] = jax.ShapeDtypeStruct((8,), keys.dtype)
     abstract["global_step"] = jax.ShapeDtypeStruct((), jnp.int32)
     target = jstep.TrainState(**abstract)
@@ -54,10 +58,18 @@ def test_restore_uses_the_shardings_of_the_target(tmp_path):
         wanted, shardings = shapes_and_shardings(target, specs, *mesh)
         restored = saver.restore(wanted)  # saved with other shardings
         assert bits(restored) == bits(plain)
-        for leaf, sharding in zip(jax.tree.leaves(restored), jax.tree.leaves(shardings), strict=True):
-            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (leaf.sharding, sharding, leaf.shape)
+        for leaf, sharding in zip(
+            jax.tree.leaves(restored), jax.tree.leaves(shardings), strict=True
+        ):
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (
+                leaf.sharding,
+                sharding,
+                leaf.shape,
+            )
         # arrays can really be donated, replicas included
-        bump = jax.jit(lambda t: t.replace(params=t.params | {"w": t.params["w"] + 1}), donate_argnums=0)
+        bump = jax.jit(
+            lambda t: t.replace(params=t.params | {"w": t.params["w"] + 1}), donate_argnums=0
+        )
         stepped = bump(restored)
         assert (np.asarray(stepped.params["w"]) == np.asarray(plain.params["w"]) + 1).all()
         assert all(
@@ -65,7 +77,11 @@ def test_restore_uses_the_shardings_of_the_target(tmp_path):
             for s in stepped.params["w"].addressable_shards
         )
         step += 1
-        saver.save(saver.restore(wanted).replace(global_step=jax.device_put(jnp.int32(step), shardings.global_step)))
+        saver.save(
+            saver.restore(wanted).replace(
+                global_step=jax.device_put(jnp.int32(step), shardings.global_step)
+            )
+        )
         assert bits(saver.restore(target)) == bits(plain)
     # parameters and the slot of averages are both read from one array on disk
     both = target.replace(slots={"ExponentialMovingAverage": {"w": target.params["w"]}})
@@ -85,7 +101,9 @@ def test_restore_uses_the_shardings_of_the_target(tmp_path):
         back.params["w"].delete()
         assert not back.slots["ExponentialMovingAverage"]["w"].is_deleted()
     saver.save(jstep.TrainState({"b": jnp.ones(3)}, {}, jnp.int32(100)))
-    uneven = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=wanted.params["w"].sharding.update(spec=P("x")))
+    uneven = jax.ShapeDtypeStruct(
+        (3,), jnp.float32, sharding=wanted.params["w"].sharding.update(spec=P("x"))
+    )
     with pytest.raises(ValueError, match="'params/b' cannot be sharded as requested"):
         saver.restore(jstep.TrainState({"b": uneven}, {}, jnp.int32(0)))
     saver.close()
@@ -112,11 +130,14 @@ def test_what_is_small_is_not_divided_between_replicas(tmp_path):
 @pytest.mark.thorough(except_for=["AxisType.Explicit"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_chunks_are_those_of_orbax(tmp_path, kind, small_parts):
-    """Shards are chunks, and replicas share the writing of theirs, also while the mesh is the current one."""
+    """Shards are chunks, and replicas share the writing of theirs, also while the mesh is the
+    current one."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
     specs = {"replicated": P(), "rows": P("x"), "columns": P(None, "y"), "both": P("x", "y")}
     values = np.arange(64.0, dtype=np.float32).reshape(8, 8)
-    state = {name: jax.device_put(values, NamedSharding(mesh, spec)) for name, spec in specs.items()}
+    state = {
+        name: jax.device_put(values, NamedSharding(mesh, spec)) for name, spec in specs.items()
+    }
     state["odd"] = jax.device_put(values.ravel()[:9], NamedSharding(mesh, P()))
     state["host"] = values
     state["global_step"] = jax.device_put(np.int32(1), NamedSharding(mesh, P()))
@@ -125,7 +146,9 @@ def test_chunks_are_those_of_orbax(tmp_path, kind, small_parts):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "orbax", state)
     with ocp.StandardCheckpointer() as checkpointer:
-        written, expected = (checkpointer.metadata(at).item_metadata.tree for at in (path, tmp_path / "orbax"))
+        written, expected = (
+            checkpointer.metadata(at).item_metadata.tree for at in (path, tmp_path / "orbax")
+        )
     chunks = {name: leaf.storage.chunk_shape for name, leaf in written.items()}
     assert chunks == {name: leaf.storage.chunk_shape for name, leaf in expected.items()}
     assert chunks["replicated"] == (1, 8)
@@ -154,7 +177,7 @@ TWO = """
         params["large"] = everywhere(np.ones(8000), P("x"))  # not within a node of the database
         params["whole"] = everywhere(np.ones(2**19, np.float32), P())  # each process reads a half
         return jstep.TrainState(params, {}, everywhere(np.int32(step), P()))
-"""
+"""  # noqa: E501
 
 
 FAILS = """
@@ -198,14 +221,15 @@ FAILS = """
         saver.save(state(step + 1))
     assert saver.all_steps() == [1, 3, 5], saver.all_steps()
     saver.close()
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.thorough
 def test_two_processes(tmp_path):
     tmp_path = tmp_path / "lr=[0.1] **"
     tmp_path.mkdir()
-    """Each process writes its shards, the first manages the directory, and all detect corruption and failures."""
+    """Each process writes its shards, the first manages the directory, and all detect corruption
+    and failures."""
     address = free_address()
     script = (
         TWO
@@ -254,12 +278,13 @@ def test_two_processes(tmp_path):
     assert saver.all_steps() == [2]
     print("deleted")
     saver.close()
-    """
+    """  # noqa: E501
         + FAILS
     )
     processes = [start(script, tmp_path, process, address) for process in range(2)]
     outputs = [end(process) for process in processes]
-    assert [out[-6:] for out in outputs] == [["refused", "refused", "detected", "deleted", "2", "4"]] * 2
+    expected = ["refused", "refused", "detected", "deleted", "2", "4"]
+    assert [out[-6:] for out in outputs] == [expected] * 2
     assert sorted(os.listdir(tmp_path)) == ["fails", "model-2"]
     assert sorted(os.listdir(tmp_path / "fails")) == ["model-1", "model-3", "model-5"]
     with Saver(tmp_path) as saver:  # one process restores what two saved
@@ -269,19 +294,29 @@ def test_two_processes(tmp_path):
 
 
 def test_arrays_that_are_not_read_in_place(tmp_path, monkeypatch, small_parts):
-    """As on accelerators: replicas are divided on the devices, and copied to pinned memory; the state is donated."""
+    """As on accelerators: replicas are divided on the devices, and copied to pinned memory; the
+    state is donated."""
     monkeypatch.setattr(array_writer, "is_read_in_place", lambda sharding: False)
     mesh = jax.make_mesh((4, 2), ("x", "y"))
     values = {
         name: jax.device_put(jnp.arange(64.0).reshape(8, 8) + i, NamedSharding(mesh, spec))
         for i, (name, spec) in enumerate({"all": P(), "rows": P("x"), "both": P("x", "y")}.items())
     }
-    values["pinned"] = jax.device_put(values["rows"], values["rows"].sharding.with_memory_kind("pinned_host"))
+    values["pinned"] = jax.device_put(
+        values["rows"], values["rows"].sharding.with_memory_kind("pinned_host")
+    )
     values["odd"] = jax.device_put(jnp.arange(7.0), NamedSharding(mesh, P()))
     values["one"] = jnp.arange(5.0)
     expected = {name: np.array(value) for name, value in values.items()}
     parts = {part.name: part.part for part in array_writer.take(values)}
-    assert parts == {"all": (1, 8), "rows": (1, 8), "both": (2, 4), "pinned": (2, 8), "odd": (7,), "one": (5,)}
+    assert parts == {
+        "all": (1, 8),
+        "rows": (1, 8),
+        "both": (2, 4),
+        "pinned": (2, 8),
+        "odd": (7,),
+        "one": (5,),
+    }
     with Saver(tmp_path) as saver:
         saver.save({"global_step": np.int32(1), **values})
         for value in values.values():

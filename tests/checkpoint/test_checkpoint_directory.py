@@ -70,7 +70,12 @@ class TestDirectory:
             assert (a.all_steps(), b.all_steps()) == ([2, 3], [13])
             assert a.restore(state_at(0)).params["w"][0, 0] == 1
             assert b.restore(state_at(0)).params["w"][0, 0] == 2
-        assert listing(tmp_path) == ["best-4.orbax-checkpoint-tmp", "model-2", "model-3", "model-best-13"]
+        assert listing(tmp_path) == [
+            "best-4.orbax-checkpoint-tmp",
+            "model-2",
+            "model-3",
+            "model-best-13",
+        ]
 
     def test_the_first_save_cleans_up_leftovers(self, tmp_path):
         with Saver(tmp_path) as saver:
@@ -91,10 +96,16 @@ class TestDirectory:
             saver.save(state_at(5))
             assert saver.all_steps() == [1, 2, 5]
             assert int(saver.restore(state_at(0), step=2).global_step) == 2
-        assert listing(tmp_path) == ["model-1", "model-2", "model-3.orbax-checkpoint-tmp.mine", "model-5"]
+        assert listing(tmp_path) == [
+            "model-1",
+            "model-2",
+            "model-3.orbax-checkpoint-tmp.mine",
+            "model-5",
+        ]
 
     def test_publishing_is_atomic_under_crashes(self, tmp_path):
-        """A crash before any rename or deletion of a save leaves either the old checkpoint or the new one."""
+        """A crash before any rename or deletion of a save leaves either the old checkpoint or the
+        new one."""
 
         def state(step, value):
             return {"global_step": step, "w": np.full(2, value)}

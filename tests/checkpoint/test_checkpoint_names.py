@@ -7,7 +7,15 @@ import pytest
 from checkpoint_states import assert_same, save_all, state_at
 from processes import python
 
-from jstep.array_store.manifest import Leaf, LeftOutLeaf, Manifest, RetainedSteps, decode, encode, json_copy
+from jstep.array_store.manifest import (
+    Leaf,
+    LeftOutLeaf,
+    Manifest,
+    RetainedSteps,
+    decode,
+    encode,
+    json_copy,
+)
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
 
@@ -22,7 +30,19 @@ class TestNames:
 
     @pytest.mark.thorough(except_for=["sweep[lr=0.01]"])
     @pytest.mark.parametrize(
-        "name", ["sweep[lr=0.01]", "a**b", "hidden=[256, 256]", "[!a]", "[", "a?b*", "~b", "{a,b}", "%20 $HOME", "'\"#"]
+        "name",
+        [
+            "sweep[lr=0.01]",
+            "a**b",
+            "hidden=[256, 256]",
+            "[!a]",
+            "[",
+            "a?b*",
+            "~b",
+            "{a,b}",
+            "%20 $HOME",
+            "'\"#",
+        ],
     )
     def test_characters_of_patterns_in_directory_and_prefix(self, tmp_path, name):
         with Saver(tmp_path / name, prefix=name) as saver:
@@ -36,7 +56,12 @@ class TestNames:
         """What a power cut leaves of a save of several processes is complete but for its name."""
         with Saver(tmp_path) as saver:
             saver.save(state_at(2))
-        for name in ("orbax-checkpoint-tmp-1862166817", "jstep-replaced-9", "jstep-deleted-9", "aside.0-9"):
+        for name in (
+            "orbax-checkpoint-tmp-1862166817",
+            "jstep-replaced-9",
+            "jstep-deleted-9",
+            "aside.0-9",
+        ):
             shutil.copytree(tmp_path / "model-2", tmp_path / f"model-3.{name}")
         assert latest_checkpoint(tmp_path) == str(tmp_path / "model-2")
 
@@ -51,11 +76,20 @@ def nested(depth):
 class TestExtra:
     def test_extra_is_nested_a_hundred_levels_deep_at_most(self):
         assert json_copy(nested(100), "extra") == nested(100)
-        with pytest.raises(TypeError, match=r"^extra(\[0\])+\[0…: contains itself, or is nested deeper than 100 level"):
+        with pytest.raises(
+            TypeError,
+            match=r"^extra(\[0\])+\[0…: contains itself, or is nested deeper than 100 level",
+        ):
             json_copy(nested(101), "extra")
 
     def test_extra_is_restored_as_saved(self, tmp_path):
-        extra = {"epoch": 3, "loss": [0.5, None, float("inf")], "name": "é\n", "on": True, "deep": {"a": {"b": 2**70}}}
+        extra = {
+            "epoch": 3,
+            "loss": [0.5, None, float("inf")],
+            "name": "é\n",
+            "on": True,
+            "deep": {"a": {"b": 2**70}},
+        }
         with Saver(tmp_path) as saver:
             saver.save(state_at(1), extra=extra)
             extra["epoch"] = 4  # extra was copied by save
@@ -112,12 +146,14 @@ class TestManifest:
  ],
  "crc32": "e63a336e"
 }
-"""
+"""  # noqa: E501
         assert encode(whole).decode() == text
         assert decode(encode(whole)) == whole
         plain = Manifest(7, 1.5, leaves[:1], jstep="1.0")
         assert decode(encode(plain)) == plain
-        assert not {b'"temporary"', b'"data"', b'"left_out"', b'"parts"'} & set(encode(plain).split())
+        assert not {b'"temporary"', b'"data"', b'"left_out"', b'"parts"'} & set(
+            encode(plain).split()
+        )
         assert list(whole.leaves_by_array) == ["params/a", "params.1"]
 
 

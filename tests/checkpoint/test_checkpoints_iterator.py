@@ -1,4 +1,5 @@
-"""`checkpoints_iterator`: the newest checkpoint whenever there is a newer one; a fake clock in place of waiting."""
+"""`checkpoints_iterator`: the newest checkpoint whenever there is a newer one; a fake clock in
+place of waiting."""
 
 import os
 import shutil
@@ -103,5 +104,8 @@ print("result", steps)
 def test_two_processes_get_the_steps_of_the_first(tmp_path):
     write(tmp_path / "0", 1, 2)
     write(tmp_path / "1", 7)
-    outputs = [[line for line in lines if line.startswith("result ")] for lines in run(TWO_PROCESSES, 2, tmp_path)]
+    outputs = [
+        [line for line in lines if line.startswith("result ")]
+        for lines in run(TWO_PROCESSES, 2, tmp_path)
+    ]
     assert outputs == [["result [2]"]] * 2

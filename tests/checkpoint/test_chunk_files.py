@@ -1,4 +1,5 @@
-"""The reader of chunks in files: it returns what tensorstore does, or nothing, and never other bytes."""
+"""The reader of chunks in files: it returns what tensorstore does, or nothing, and never other
+bytes."""
 
 import os
 import random
@@ -24,7 +25,9 @@ def result_of(future, nbytes):
 
 
 def manifest_of(arrays, parts=None, processes=1):
-    leaves = [Leaf(name, (name,), x.shape, str(x.dtype), x.nbytes, name) for name, x in arrays.items()]
+    leaves = [
+        Leaf(name, (name,), x.shape, str(x.dtype), x.nbytes, name) for name, x in arrays.items()
+    ]
     return Manifest(1, 0.0, tuple(leaves), parts=parts or {}, processes=processes)
 
 
@@ -122,7 +125,9 @@ def test_databases_of_several_processes(tmp_path, without_tensorstore):
     same(ArrayReader(base, manifest, result_of).read({"x": None}), {"x": array})
 
 
-@pytest.mark.parametrize("odd", ["without google_crc32c", "slow google_crc32c", "an index that is not known"])
+@pytest.mark.parametrize(
+    "odd", ["without google_crc32c", "slow google_crc32c", "an index that is not known"]
+)
 def test_what_is_odd_is_left_to_tensorstore(tmp_path, monkeypatch, odd):
     base, manifest = save(tmp_path, ARRAYS)
     if odd == "without google_crc32c":
@@ -202,7 +207,9 @@ def test_a_truncated_or_missing_file(tmp_path):
     (data,) = [file for file in (tmp_path / "b" / "d").iterdir() if file.stat().st_size > 100_000]
     os.truncate(data, 50_000)
     with pytest.raises(CorruptedCheckpointError):
-        ArrayReader(directory_spec(str(tmp_path / "b")), manifest, result_of).read(dict.fromkeys(ARRAYS))
+        ArrayReader(directory_spec(str(tmp_path / "b")), manifest, result_of).read(
+            dict.fromkeys(ARRAYS)
+        )
 
 
 def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path):

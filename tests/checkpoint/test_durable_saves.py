@@ -1,4 +1,5 @@
-"""What a save has acknowledged is on the disk, and an error of flushing it is an error of the save."""
+"""What a save has acknowledged is on the disk, and an error of flushing it is an error of the
+save."""
 
 import contextlib
 import errno
@@ -68,7 +69,8 @@ def test_files_then_manifest_then_folder_then_name_then_directory(tmp_path, flus
         save_all(saver, [2])
     temporary, final = f"{tmp_path}/model-2.orbax-checkpoint-tmp", f"{tmp_path}/model-2"
     names = {os.path.relpath(path, final) for path in files_of(final)}
-    of_orbax = ORBAX_ONLY & names  # tensorstore flushes the others itself, which `tests/powercut` sees
+    # tensorstore flushes the others itself, which `tests/powercut` sees.
+    of_orbax = ORBAX_ONLY & names
     assert of_orbax == ORBAX_ONLY
     order = [
         max(flushed.index(f"{temporary}/{name}") for name in [*of_orbax, "d"]),
@@ -86,7 +88,9 @@ def test_files_of_an_extra_are_in_the_database(tmp_path, monkeypatch):
         file = ExternalBytes(b"a" * 100_000)
         saver.save(
             state_at(step),
-            extra=CheckpointExtra({"a": {"$file": "position.process_0.0"}}, {"position.process_0.0": file}),
+            extra=CheckpointExtra(
+                {"a": {"$file": "position.process_0.0"}}, {"position.process_0.0": file}
+            ),
         )
         saver.wait()
 
@@ -97,7 +101,10 @@ def test_files_of_an_extra_are_in_the_database(tmp_path, monkeypatch):
             save_with_file(2)
         assert listing(tmp_path) == ["model-1"]
         assert saver.read_file("position.process_0.0", 1) == b"a" * 100_000
-        with pytest.raises(CheckpointError, match=r"model-1 is corrupted: the file 'position.process_1.0' is missing"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"model-1 is corrupted: the file 'position.process_1.0' is missing",
+        ):
             saver.read_file("position.process_1.0", 1)
 
 
@@ -108,16 +115,25 @@ def test_new_folders_above_the_checkpoints_are_flushed(tmp_path, flushed):
 
 
 @pytest.mark.thorough(except_for=["manifest.json-30", "_METADATA-122"])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE])
-@pytest.mark.parametrize("place", ["model-2.orbax-checkpoint-tmp", "run", "_METADATA", "manifest.json"])
+@pytest.mark.parametrize(
+    "number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE]
+)
+@pytest.mark.parametrize(
+    "place", ["model-2.orbax-checkpoint-tmp", "run", "_METADATA", "manifest.json"]
+)
 def test_an_error_of_flushing_is_an_error_of_the_save(tmp_path, monkeypatch, place, number):
     with Saver(tmp_path / "run", max_to_keep=1) as saver:
         save_all(saver, [1])
-        with failing_flush(monkeypatch, f"/{place}", number), pytest.raises(CheckpointError) as error:
+        with (
+            failing_flush(monkeypatch, f"/{place}", number),
+            pytest.raises(CheckpointError) as error,
+        ):
             save_all(saver, [2])
         assert f"{tmp_path}/run/model-2 was not saved: " in str(error.value)
         assert os.strerror(number) in str(error.value)
-        assert listing(tmp_path / "run") == ["model-1"], "nothing of it is left, and nothing was deleted for it"
+        assert listing(tmp_path / "run") == ["model-1"], (
+            "nothing of it is left, and nothing was deleted for it"
+        )
         assert saver.restore(state_at(0)).params["w"].tolist() == [[1, 1]] * 3
         save_all(saver, [2])
         assert listing(tmp_path / "run") == ["model-2"]
@@ -135,7 +151,10 @@ def test_what_is_flushed_with_checkpoints_is_never_older(tmp_path):
         with saver.flushing(lambda: calls.append(os.path.exists(tmp_path / "model-1"))):
             save_all(saver, [1])
         save_all(saver, [2])
-        with saver.flushing(lambda: 1 / 0), pytest.raises(CheckpointError, match="model-3 was not saved: ZeroDiv"):
+        with (
+            saver.flushing(lambda: 1 / 0),
+            pytest.raises(CheckpointError, match="model-3 was not saved: ZeroDiv"),
+        ):
             save_all(saver, [3])
     assert calls == [False]
 
@@ -147,7 +166,9 @@ def run(directory, best, last_step, **options):
     train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), OPTIMIZER)
     keep = jstep.KeepBest(best, "value", mode="max")
     results = iter([{"value": 1.0}, {"value": 0.0}])
-    evaluation = jstep.EvaluationHook(lambda state: next(results), every_n_steps=2, callbacks=[keep])
+    evaluation = jstep.EvaluationHook(
+        lambda state: next(results), every_n_steps=2, callbacks=[keep]
+    )
     state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
     batches = [jnp.ones(4)] * 4
     options = {
@@ -160,14 +181,17 @@ def run(directory, best, last_step, **options):
 
 
 def test_a_checkpoint_waits_for_the_best_one_of_its_step(tmp_path):
-    """Otherwise a run that is killed between the two resumes from it, and never evaluates its step again."""
+    """Otherwise a run that is killed between the two resumes from it, and never evaluates its step
+    again."""
     with held("open", f"{tmp_path}/best/*/manifest.json*", mode="w") as released:
         thread = threading.Thread(target=run, args=(tmp_path / "run", tmp_path / "best", 2))
         thread.start()
         with held("os.rename", f"{tmp_path}/run/model-2.*") as may_rename:
             thread.join(timeout=1.5)
             assert not os.path.exists(tmp_path / "run" / "model-2" / "manifest.json")
-            assert not os.path.exists(tmp_path / "run" / "model-2.orbax-checkpoint-tmp" / "manifest.json")
+            assert not os.path.exists(
+                tmp_path / "run" / "model-2.orbax-checkpoint-tmp" / "manifest.json"
+            )
             may_rename.set()
         released.set()
         thread.join(timeout=60)
@@ -177,7 +201,11 @@ def test_a_checkpoint_waits_for_the_best_one_of_its_step(tmp_path):
 
 def test_events_and_times_are_on_the_disk_before_a_checkpoint(tmp_path, flushed):
     run(tmp_path / "run", tmp_path / "best", 4, logdir=tmp_path / "logs", save_summaries_steps=1)
-    events = next(str(tmp_path / "logs" / name) for name in os.listdir(tmp_path / "logs") if "tfevents" in name)
+    events = next(
+        str(tmp_path / "logs" / name)
+        for name in os.listdir(tmp_path / "logs")
+        if "tfevents" in name
+    )
     manifest = flushed.index(f"{tmp_path}/run/model-2.orbax-checkpoint-tmp/manifest.json")
     for path in (events, f"{tmp_path}/logs"):
         assert flushed.index(path) < manifest, path
@@ -188,7 +216,12 @@ def test_a_writer_flushes_to_the_disk(tmp_path, flushed):
     with jstep.summary.SummaryWriter(tmp_path / "new" / "logs") as writer:
         writer.add_summary(jstep.summary.scalar("loss", 1.0), 1)
         writer.flush()
-        assert flushed == [str(tmp_path), str(tmp_path / "new"), writer.path, str(tmp_path / "new" / "logs")]
+        assert flushed == [
+            str(tmp_path),
+            str(tmp_path / "new"),
+            writer.path,
+            str(tmp_path / "new" / "logs"),
+        ]
         writer.flush()
         assert flushed[4:] == [writer.path], "the name is on the disk already"
 
@@ -203,7 +236,9 @@ class TestFilesThatNothingReads:
         return tmp_path
 
     @pytest.mark.thorough(except_for=["gone-names0", "zeros-names2"])
-    @pytest.mark.parametrize("names", [["_METADATA"], ["_CHECKPOINT_METADATA"], ["_METADATA", "_CHECKPOINT_METADATA"]])
+    @pytest.mark.parametrize(
+        "names", [["_METADATA"], ["_CHECKPOINT_METADATA"], ["_METADATA", "_CHECKPOINT_METADATA"]]
+    )
     @pytest.mark.parametrize("damage", ["empty", "half", "zeros", "gone"])
     def test_a_checkpoint_is_intact_without_them(self, saved, caplog, names, damage):
         for name in names:
@@ -211,7 +246,11 @@ class TestFilesThatNothingReads:
             data = path.read_bytes()
             os.remove(path)
             if damage != "gone":
-                path.write_bytes({"empty": b"", "half": data[: len(data) // 2], "zeros": bytes(len(data))}[damage])
+                path.write_bytes(
+                    {"empty": b"", "half": data[: len(data) // 2], "zeros": bytes(len(data))}[
+                        damage
+                    ]
+                )
         with caplog.at_level(logging.WARNING), Saver(saved) as saver:
             assert saver.all_steps() == [1, 2]
             assert saver.restore(state_at(0)).params["w"].tolist() == [[2, 2]] * 3
@@ -223,13 +262,17 @@ class TestFilesThatNothingReads:
         assert loaded["w"].tolist() == [[2, 2]] * 3
 
     def test_a_checkpoint_restores_if_one_of_them_cannot_be_opened(self, saved, caplog):
-        with before("open", f"{saved}/model-2/_METADATA", failing(errno.EACCES)), Saver(saved) as saver:
+        with (
+            before("open", f"{saved}/model-2/_METADATA", failing(errno.EACCES)),
+            Saver(saved) as saver,
+        ):
             assert saver.restore(state_at(0)).params["w"].tolist() == [[2, 2]] * 3
         assert "_METADATA (cannot be read: Permission denied)" in caplog.text
 
 
 def test_what_can_be_read_of_a_corrupted_checkpoint(tmp_path):
-    """A flipped bit is an error of the leaf that has it; parameters are restored if only slots are corrupted."""
+    """A flipped bit is an error of the leaf that has it; parameters are restored if only slots are
+    corrupted."""
     params = {"a": jnp.arange(4000.0), "b": jnp.ones(3)}
     with Saver(tmp_path) as saver:
         state = jstep.TrainState.create(params, jstep.momentum(0.1, 0.9), global_step=3)
@@ -241,12 +284,15 @@ def test_what_can_be_read_of_a_corrupted_checkpoint(tmp_path):
             at = file.read().index(b"\0\0\xe0\x40" * 100)  # 7.0
         flip(largest, at + 40)
         zeros = {"a": jnp.zeros(4000), "b": jnp.zeros(3)}
-        with pytest.raises(CheckpointError, match="the array of 'slots/momentum/a' has another checksum"):
+        with pytest.raises(
+            CheckpointError, match="the array of 'slots/momentum/a' has another checksum"
+        ):
             saver.restore(state)
         restored = saver.restore_params(zeros)
         assert (restored["a"] == params["a"]).all()
         assert (jstep.load_weights(path, zeros)["a"] == params["a"]).all()
-        assert saver.restore({"params": {"b": zeros["b"]}}, 3, partial=True)["params"]["b"].tolist() == [1, 1, 1]
+        back = saver.restore({"params": {"b": zeros["b"]}}, 3, partial=True)
+        assert back["params"]["b"].tolist() == [1, 1, 1]
         flip(largest, at + 40)
         with open(largest, "rb") as file:
             at = file.read().index(params["a"].tobytes()[400:800])
@@ -261,7 +307,10 @@ def test_a_full_disk_says_what_it_lacks(tmp_path, monkeypatch):
     with Saver(tmp_path) as saver:
         with (
             failing_flush(monkeypatch, "/_METADATA", errno.ENOSPC),
-            pytest.raises(CheckpointError, match=r"No space left on device \(52 B needed, .* free\)"),
+            pytest.raises(
+                CheckpointError,
+                match=r"No space left on device \(52 B needed, .* free\)",
+            ),
         ):
             save_all(saver, [1])
         save_all(saver, [1])

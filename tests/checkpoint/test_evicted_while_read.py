@@ -1,4 +1,5 @@
-"""A reader that meets the eviction or replacement of a checkpoint looks again: it is neither corrupted nor gone."""
+"""A reader that meets the eviction or replacement of a checkpoint looks again: it is neither
+corrupted nor gone."""
 
 import os
 
@@ -44,7 +45,8 @@ def test_an_older_one_is_not_taken_in_place_of_an_evicted_one(tmp_path, after_li
 
 @pytest.mark.parametrize("method", ["foreign_content", "read"])
 def test_evicted_while_it_is_read(tmp_path, caplog, monkeypatch, method):
-    """Before its files are checked, or its arrays are read. No file that nothing reads is said to be missing."""
+    """Before its files are checked, or its arrays are read. No file that nothing reads is said to
+    be missing."""
     with Saver(tmp_path, max_to_keep=1) as writer:
         save_all(writer, [1])
         real, due = getattr(ArrayReader, method), [2, 3, 4]
@@ -61,9 +63,13 @@ def test_evicted_while_it_is_read(tmp_path, caplog, monkeypatch, method):
         with pytest.raises(FileNotFoundError, match="step=4"):
             Saver(tmp_path).restore(state_at(0), step=4)
         due.append(6)
-        with pytest.raises(CheckpointError, match="model-5 was deleted or replaced while it was read"):
+        with pytest.raises(
+            CheckpointError, match="model-5 was deleted or replaced while it was read"
+        ):
             load_weights(tmp_path / "model-5", state_at(0).params)
         due.append(7)
-        with pytest.raises(CheckpointError, match="model-6 was deleted or replaced while it was read"):
+        with pytest.raises(
+            CheckpointError, match="model-6 was deleted or replaced while it was read"
+        ):
             load_weights(tmp_path / "model-6", state_at(0).params, partial=True)
     assert not caplog.records

@@ -1,7 +1,9 @@
-"""Checkpoints and claims that somebody else made, beside an intact one: each is an error that names it, or is read.
+"""Checkpoints and claims that somebody else made, beside an intact one: each is an error that names
+it, or is read.
 
-One field of the manifest at a time is another value, or random bytes of it and of other files are; all checksums of the
-manifest itself are right. Nothing beside the checkpoint changes, and neither time nor memory depend on its numbers.
+One field of the manifest at a time is another value, or random bytes of it and of other files are;
+all checksums of the manifest itself are right. Nothing beside the checkpoint changes, and neither
+time nor memory depend on its numbers.
 """
 
 import copy
@@ -43,7 +45,13 @@ EXPECTED = (CheckpointError, ValueError, OSError, TypeError)
 
 
 def places(value, path=()):
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield (*path, key)
         yield from places(inner, (*path, key))
@@ -77,7 +85,10 @@ class Directory:
             self.manifest = json.load(file)
         del self.manifest["crc32"]
         self.beside = contents(self.run / "model-1")
-        self.begun, self.memory = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        self.begun, self.memory = (
+            time.monotonic(),
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        )
         self.cases = 0
 
     def write(self, manifest):
@@ -120,7 +131,10 @@ def directory(tmp_path):
 
 
 def test_a_checkpoint_whose_shape_is_huge(directory):
-    edit_manifest(str(directory.path), lambda data: data["leaves"][0].update(shape=[2**40, 2**40], bytes=2**60))
+    edit_manifest(
+        str(directory.path),
+        lambda data: data["leaves"][0].update(shape=[2**40, 2**40], bytes=2**60),
+    )
     directory.check()
     directory.end(60, 2**29)
 
@@ -147,7 +161,10 @@ def test_what_is_no_manifest(directory, name):
     else:
         with open(path, "wb") as file:
             file.truncate(2**40)
-    with Saver(directory.run) as saver, pytest.raises((OSError, CheckpointError), match=r"manifest\.json"):
+    with (
+        Saver(directory.run) as saver,
+        pytest.raises((OSError, CheckpointError), match=r"manifest\.json"),
+    ):
         saver.restore(state_at(0))
     directory.check()
     directory.end(30, 2**28)

@@ -1,4 +1,5 @@
-"""A process that hangs while it writes its part of a checkpoint: progress tells it from a slow one."""
+"""A process that hangs while it writes its part of a checkpoint: progress tells it from a slow
+one."""
 
 import itertools
 import os
@@ -92,7 +93,9 @@ def make_save(directory, process, count=2):
         attempt=attempt,
         peers=Peers(attempt, 1, process, count, nbytes=1000, own_bytes=0),
         retention=types.SimpleNamespace(decide=lambda *_: decision, published_as=nothing),
-        manifest=Manifest(step=1, saved_at=1.0, leaves=(), extra=None, parts={}, finite=True, processes=count),
+        manifest=Manifest(
+            step=1, saved_at=1.0, leaves=(), extra=None, parts={}, finite=True, processes=count
+        ),
         arrays=[],
         unchecked_params=None,
         files={},
@@ -119,7 +122,9 @@ def test_another_process_that_writes_nothing_is_named(tmp_path, little_patience,
         make_save(tmp_path, 0).run()
     assert "process 1 has written nothing" in caplog.text
     # The one that hung learns of it if it ever goes on.
-    with pytest.raises(CheckpointError, match="process 0: CheckpointError: process 1: written nothing"):
+    with pytest.raises(
+        CheckpointError, match="process 0: CheckpointError: process 1: written nothing"
+    ):
         make_save(tmp_path, 1).run()
 
 
@@ -181,7 +186,9 @@ class Service:
 def service(monkeypatch):
     made = Service()
     state = types.SimpleNamespace(client=made)
-    monkeypatch.setattr(multihost_utils, "distributed", types.SimpleNamespace(global_state=state), raising=False)
+    monkeypatch.setattr(
+        multihost_utils, "distributed", types.SimpleNamespace(global_state=state), raising=False
+    )
     return made
 
 
@@ -199,7 +206,8 @@ def test_a_process_that_cannot_write_is_heard(tmp_path, service, little_patience
     saves[fails].attempt.storage = FullStorage(str(tmp_path))
     with pytest.raises(OSError, match="the disk is full"):
         saves[fails].run()
-    # The first one to fail is the cause; what the others raise because of it is not reported on top.
+    # The first one to fail is the cause; what the others raise because of it is not reported on
+    # top.
     for process in {0, 1, 2} - {fails}:
         with pytest.raises(CheckpointError, match=f"^process {fails}: OSError: the disk is full"):
             saves[process].run()
@@ -214,7 +222,9 @@ def test_the_failure_of_another_save_is_none_of_this_one(tmp_path, service, litt
     assert not second.is_alive()
 
 
-def test_a_failure_that_the_service_does_not_take_goes_by_a_file(tmp_path, service, little_patience):
+def test_a_failure_that_the_service_does_not_take_goes_by_a_file(
+    tmp_path, service, little_patience
+):
     def fail(*_):
         raise RuntimeError("UNAVAILABLE")
 

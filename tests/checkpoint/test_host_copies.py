@@ -1,4 +1,5 @@
-"""The copies that the writer reads on CPUs, so that the next step reuses the memory of the state."""
+"""The copies that the writer reads on CPUs, so that the next step reuses the memory of the
+state."""
 
 import gc
 import threading
@@ -27,7 +28,9 @@ def pointers(tree):
     return {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}
 
 
-bump = jax.jit(lambda tree: jax.tree.map(lambda x: x + jnp.ones((), x.dtype), tree), donate_argnums=0)
+bump = jax.jit(
+    lambda tree: jax.tree.map(lambda x: x + jnp.ones((), x.dtype), tree), donate_argnums=0
+)
 
 
 @pytest.fixture
@@ -76,7 +79,9 @@ def test_whether_the_copies_are_finite_is_found_in_the_thread_of_the_save(tmp_pa
         saver.save(state_at(1))
         for step in (2, 3):
             state = state_at(step)
-            saver.save(state.replace(params={**state.params, "w": state.params["w"].at[7].set(jnp.nan)}))
+            saver.save(
+                state.replace(params={**state.params, "w": state.params["w"].at[7].set(jnp.nan)})
+            )
         saver.wait()
         assert saver.all_steps() == [1, 3]
     with jstep.Saver(tmp_path, max_to_keep=1) as saver:  # which reads the manifests

@@ -1,4 +1,5 @@
-"""Malicious manifests, array data that do not match their manifest, links, and concurrent changes."""
+"""Malicious manifests, array data that do not match their manifest, links, and concurrent
+changes."""
 
 import json
 import os
@@ -33,10 +34,16 @@ INVALID = {
     "step: negative": lambda data: data.update(step=-1),
     "leaves: numbers": lambda data: data.update(leaves=[1]),
     "shape: a string": lambda data: data["leaves"][0].update(shape="ab"),
-    "shape: elements that are not stored": lambda data: data["leaves"][0].update(shape=[2**40], array=None),
-    "shape: larger than NumPy can index": lambda data: data["leaves"][0].update(shape=[0, 2**62], array=None),
+    "shape: elements that are not stored": lambda data: data["leaves"][0].update(
+        shape=[2**40], array=None
+    ),
+    "shape: larger than NumPy can index": lambda data: data["leaves"][0].update(
+        shape=[0, 2**62], array=None
+    ),
     "a scalar that is not stored": lambda data: data["leaves"][0].update(shape=[], array=None),
-    "a path that no file can have": lambda data: data["leaves"][0].update(path="\ud800", array="\ud800"),
+    "a path that no file can have": lambda data: data["leaves"][0].update(
+        path="\ud800", array="\ud800"
+    ),
     "a dtype that colors the terminal": lambda data: data["leaves"][0].update(dtype="\x1b[31m"),
     "a dtype that NumPy evaluates": lambda data: data["leaves"][0].update(dtype="(1,"),
     "an absolute path": lambda data: data["files"].update({"/etc/passwd": 1}),
@@ -54,7 +61,8 @@ def test_invalid_content_with_a_valid_checksum(saved, change):
     for call in (saver.restore, saver.extra, lambda: saver.restore(state_at(0))):
         with pytest.raises(
             CheckpointError,
-            match=r"model-2 is corrupted: .*manifest.json: .*content is not what jstep .*intact checkpoint is step 1",
+            match=r"model-2 is corrupted: .*manifest.json: "
+            r".*content is not what jstep .*intact checkpoint is step 1",
         ):
             call()
     # the other checkpoints remain usable
@@ -69,7 +77,11 @@ def test_array_data_that_contradict_the_manifest(tmp_path):
     """What the manifest says counts; the metadata of the stored array are not read."""
     with Saver(tmp_path) as saver:
         saver.save(jstep.TrainState.create({"w": jnp.arange(8.0)}, NO_SLOTS, global_step=1))
-        saver.save(jstep.TrainState.create({"w": jnp.zeros(2_000_000, jnp.bfloat16)}, NO_SLOTS, global_step=2))
+        saver.save(
+            jstep.TrainState.create(
+                {"w": jnp.zeros(2_000_000, jnp.bfloat16)}, NO_SLOTS, global_step=2
+            )
+        )
         saver.wait()
         # the data of step 2 with the manifest of step 1
         one, two = str(tmp_path / "model-1"), str(tmp_path / "model-2")
@@ -95,7 +107,9 @@ def test_what_is_not_a_regular_file_is_not_opened(saved, where):
     if os.path.exists(victim):
         os.remove(victim)
     os.mkfifo(victim)
-    with pytest.raises(CheckpointError, match=f"model-2 is corrupted: {where} is not a regular file"):
+    with pytest.raises(
+        CheckpointError, match=f"model-2 is corrupted: {where} is not a regular file"
+    ):
         saver.restore(state_at(0))
     assert main(["inspect", path, "--verify"]) == 2
 
@@ -103,11 +117,17 @@ def test_what_is_not_a_regular_file_is_not_opened(saved, where):
 def test_an_array_needs_as_many_bytes_in_files(saved):
     """One of 2**40 numbers, of which none is stored, is an error at once."""
     saver, path = saved
-    edit_manifest(path, lambda data: data["leaves"][0].update(shape=[2**40], nbytes=2**42) or data.update(files={}))
+    edit_manifest(
+        path,
+        lambda data: data["leaves"][0].update(shape=[2**40], nbytes=2**42) or data.update(files={}),
+    )
     target = jax.eval_shape(lambda: state_at(0))
     target = target.replace(params={"w": jax.ShapeDtypeStruct((2**40,), jnp.float32)})
     for wanted in (None, target):
-        with pytest.raises(CheckpointError, match=r"its files have \d+ bytes, and its arrays need \d{13}"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"its files have \d+ bytes, and its arrays need \d{13}",
+        ):
             saver.restore(wanted)
 
 
@@ -134,7 +154,9 @@ def test_a_linked_checkpoint_is_restored_and_evicted(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["commit_success.txt", "_METADATA"])
-def test_a_link_in_place_of_a_file_that_only_orbax_reads_is_not_followed(saved, tmp_path, capsys, name):
+def test_a_link_in_place_of_a_file_that_only_orbax_reads_is_not_followed(
+    saved, tmp_path, capsys, name
+):
     _, checkpoint = saved
     path = os.path.join(checkpoint, name)
     shutil.copy(path, tmp_path / "elsewhere")  # the same bytes, so that only the link is wrong
@@ -156,11 +178,16 @@ def test_a_link_in_place_of_a_manifest_is_not_followed(saved, tmp_path, capsys):
 
 
 def test_a_link_in_place_of_the_directory_of_the_arrays_is_not_followed(saved, tmp_path):
-    """A checkpoint that was copied from a bucket has its arrays in a directory that its manifest names."""
+    """A checkpoint that was copied from a bucket has its arrays in a directory that its manifest
+    names."""
     saver, path = saved
     data = os.path.join(path, "data.1-00000001")
     os.mkdir(data)
-    for name in ("d", "manifest.ocdbt", *(name for name in os.listdir(path) if name.startswith("ocdbt.process_"))):
+    for name in (
+        "d",
+        "manifest.ocdbt",
+        *(name for name in os.listdir(path) if name.startswith("ocdbt.process_")),
+    ):
         shutil.move(os.path.join(path, name), data)
     edit_manifest(path, lambda manifest: manifest.update(data="data.1-00000001", files={}))
     assert int(saver.restore(state_at(0)).global_step) == 2

@@ -1,4 +1,5 @@
-"""Manifests of other formats: refused as what they are, intact; only `notes` may hold what a reader does not know."""
+"""Manifests of other formats: refused as what they are, intact; only `notes` may hold what a reader
+does not know."""
 
 import json
 
@@ -44,7 +45,8 @@ NEWER = {
 
 
 def refused(saver, match):
-    """Check that each way of reading the newest checkpoint says the same, and that none falls back to step 1."""
+    """Check that each way of reading the newest checkpoint says the same, and that none falls back
+    to step 1."""
     for read in (saver.restore, saver.extra, lambda: saver.restore(state_at(0), step=2)):
         with pytest.raises(UnsupportedFormatError, match=match) as caught:
             read()
@@ -58,7 +60,11 @@ def refused(saver, match):
 
 def test_an_older_format_is_intact_and_orbax_reads_it(saver):
     edit_manifest(path_of(saver), older)
-    refused(saver, r"format 3, written by jstep 0\.4\.0 before the first release.* Orbax still reads its arrays")
+    refused(
+        saver,
+        r"format 3, written by jstep 0\.4\.0 before the first "
+        r"release.* Orbax still reads its arrays",
+    )
 
 
 @pytest.mark.parametrize("change", NEWER.values(), ids=NEWER)
@@ -68,7 +74,9 @@ def test_a_newer_format_names_what_to_install(saver, change):
 
 
 def test_train_does_not_begin_anew(tmp_path):
-    step = jstep.minimize(lambda params, batch: jnp.sum((params["w"] - batch) ** 2), jstep.momentum(0.1, 0.9))
+    step = jstep.minimize(
+        lambda params, batch: jnp.sum((params["w"] - batch) ** 2), jstep.momentum(0.1, 0.9)
+    )
     state = jstep.TrainState.create({"w": jnp.ones(2)}, jstep.momentum(0.1, 0.9))
     batches = [np.ones(2, np.float32)] * 4
     jstep.train(step, state, batches, last_step=2, checkpoint_dir=tmp_path)
@@ -104,7 +112,9 @@ def test_without_a_note_of_averages_any_slot_may_be_one(notes, tmp_path):
     with Saver(tmp_path) as saver:
         path = saver.save(state)
         saver.wait()
-        with pytest.raises(ValueError, match="use_averages='momentum': must be the name of an average"):
+        with pytest.raises(
+            ValueError, match="use_averages='momentum': must be the name of an average"
+        ):
             saver.restore(state, use_averages="momentum")
         edit_manifest(path, replace_notes)
         for name, slot in ((True, ema.name), ("momentum", "momentum")):
@@ -118,14 +128,20 @@ def test_without_a_note_of_averages_any_slot_may_be_one(notes, tmp_path):
 
 
 def test_a_best_checkpoint_notes_its_run_and_its_averages(tmp_path):
-    optimizer = jstep.with_moving_average(jstep.momentum(0.1, 0.9), jstep.ExponentialMovingAverage(0.5))
+    optimizer = jstep.with_moving_average(
+        jstep.momentum(0.1, 0.9), jstep.ExponentialMovingAverage(0.5)
+    )
     step = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), optimizer)
-    evaluate = jstep.evaluator(lambda params, x: {"loss": jnp.sum(params["w"])}, [np.ones(2, np.float32)])
+    evaluate = jstep.evaluator(
+        lambda params, x: {"loss": jnp.sum(params["w"])}, [np.ones(2, np.float32)]
+    )
     best = jstep.KeepBest(tmp_path / "best", "loss")
     hook = jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[best])
     state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
     batches = [np.zeros(2, np.float32)] * 2
-    jstep.train(step, state, batches, 1, hooks=[hook], checkpoint_dir=tmp_path / "run", log_steps=None)
+    jstep.train(
+        step, state, batches, 1, hooks=[hook], checkpoint_dir=tmp_path / "run", log_steps=None
+    )
     (manifest,) = (tmp_path / "best").glob("best-*/manifest.json")
     notes = json.loads(manifest.read_text())["notes"]
     assert notes.keys() == {"run", "averages"}
@@ -135,7 +151,10 @@ def test_a_best_checkpoint_notes_its_run_and_its_averages(tmp_path):
 def test_a_corrupted_one_says_so(saver):
     with open(f"{path_of(saver)}/manifest.json", "ab") as file:
         file.write(b" ")
-    with pytest.raises(CorruptedCheckpointError, match=r"is corrupted: .*its checksum differs.*step 1"):
+    with pytest.raises(
+        CorruptedCheckpointError,
+        match=r"is corrupted: .*its checksum differs.*step 1",
+    ):
         saver.restore()
 
 
@@ -145,7 +164,8 @@ def test_keep_best_does_not_pass_over_a_best_checkpoint_of_a_later_version(tmp_p
     best.close()
     edit_manifest(tmp_path / "best-1", lambda data: (data.update(format=5, jstep="7.8.9"), data)[1])
     with pytest.raises(
-        UnsupportedFormatError, match=r"KeepBest: .*best-1 .* written by jstep 7\.8\.9: install that or a"
+        UnsupportedFormatError,
+        match=r"KeepBest: .*best-1 .* written by jstep 7\.8\.9: install that or a",
     ):
         jstep.KeepBest(tmp_path, "loss").begin(state_at(1))
 

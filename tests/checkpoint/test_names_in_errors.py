@@ -1,4 +1,5 @@
-"""Names of somebody else in the texts of errors: no control character reaches the terminal by a traceback."""
+"""Names of somebody else in the texts of errors: no control character reaches the terminal by a
+traceback."""
 
 import json
 import os
@@ -62,7 +63,10 @@ def in_prefix(run):
 @pytest.mark.parametrize("put", [in_data, in_fifo, in_key, in_path, in_prefix])
 def test_a_checkpoint(put, saved):
     put(saved)
-    with pytest.raises((jstep.CheckpointError, ValueError, FileNotFoundError)) as raised, jstep.Saver(saved) as saver:
+    with (
+        pytest.raises((jstep.CheckpointError, ValueError, FileNotFoundError)) as raised,
+        jstep.Saver(saved) as saver,
+    ):
         saver.restore(state_at(0))
     assert_printable(printed(raised.value))
 
@@ -77,10 +81,20 @@ def test_a_manifest_that_is_too_large(saved, monkeypatch):
 
 def test_a_parent_with_another_prefix(saved, tmp_path):
     in_prefix(saved)
-    step = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), jstep.gradient_descent(0.1))
+    step = jstep.minimize(
+        lambda params, x: jnp.sum((params["w"] - x) ** 2), jstep.gradient_descent(0.1)
+    )
     state = jstep.TrainState.create({"w": jnp.zeros(3)}, jstep.gradient_descent(0.1))
     with pytest.raises(FileNotFoundError, match="the newest checkpoint there is") as raised:
-        jstep.train(step, state, [jnp.ones(3)], 1, start_from=saved, checkpoint_dir=tmp_path / "branch", progress=False)
+        jstep.train(
+            step,
+            state,
+            [jnp.ones(3)],
+            1,
+            start_from=saved,
+            checkpoint_dir=tmp_path / "branch",
+            progress=False,
+        )
     assert_printable(printed(raised.value))
 
 
@@ -173,13 +187,23 @@ def test_event_files(tmp_path):
 
 def state_of_hook(**fields):
     hook = jstep.EarlyStopping("loss")
-    record = {"key": "EarlyStopping(loss)", "class": "jstep.EarlyStopping", "state": hook.get_state(), "format": 1}
+    record = {
+        "key": "EarlyStopping(loss)",
+        "class": "jstep.EarlyStopping",
+        "state": hook.get_state(),
+        "format": 1,
+    }
     return hook, {"format": 1, "jstep": "1.0", "states": [record | fields]}
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"format": 9, "key": NAME}, {"state": {"$bytes": NAME}}, {"state": {NAME: 1}}, {"state": {f"${NAME}": 1}}],
+    [
+        {"format": 9, "key": NAME},
+        {"state": {"$bytes": NAME}},
+        {"state": {NAME: 1}},
+        {"state": {f"${NAME}": 1}},
+    ],
 )
 def test_states_of_hooks(fields):
     hook, saved = state_of_hook(**fields)
@@ -224,7 +248,13 @@ def test_leaves_of_fingerprints(tmp_path):
 
 
 def test_objects_of_a_bucket():
-    for text in ("NOT_FOUND: x", f"DATA_LOSS: {NAME}", "OUT_OF_RANGE", f"INVALID: {CONTROL}", "CURL error no route"):
+    for text in (
+        "NOT_FOUND: x",
+        f"DATA_LOSS: {NAME}",
+        "OUT_OF_RANGE",
+        f"INVALID: {CONTROL}",
+        "CURL error no route",
+    ):
         error = translate_error(ValueError(text), "read", f"gs://bucket/{NAME}")
         assert_printable(printed(error))
 

@@ -1,4 +1,5 @@
-"""Leaves of unusual kinds: each is saved and restored as it was, or refused with its path and what to do."""
+"""Leaves of unusual kinds: each is saved and restored as it was, or refused with its path and what
+to do."""
 
 import dataclasses
 import json
@@ -36,11 +37,14 @@ def saved_state(params):
 @pytest.mark.parametrize(
     "params",
     [
-        {"keys": jax.random.split(jax.random.key(1, impl="rbg"), 3)}, {"weak": jnp.asarray(2.0)}, jnp.ones(3), {}, None,
-        Pair(jnp.ones(2), {"x": None}), Layer(jnp.ones(2), (jnp.zeros(1), [jnp.ones(1)])), {"a": 3, "b": 2.5},
-        {"a": 1 + 2j}, {"a": jnp.zeros((0, 3)), "b": np.zeros((2, 0), np.int8)}, {"a": np.float32(2)},
-        {"a": np.arange(3, dtype=">f4"), "b": np.arange(3, dtype=">i8")}, {0: jnp.ones(1), 1: jnp.zeros(1)},
-        {"0": jnp.ones(1), "a.b": jnp.ones(1), "": jnp.zeros(1), "a/b": jnp.ones(1), "a": {"b": jnp.zeros(1)}},
+        {"keys": jax.random.split(jax.random.key(1, impl="rbg"), 3)}, {"weak": jnp.asarray(2.0)},
+        jnp.ones(3), {}, None, Pair(jnp.ones(2), {"x": None}),
+        Layer(jnp.ones(2), (jnp.zeros(1), [jnp.ones(1)])), {"a": 3, "b": 2.5}, {"a": 1 + 2j},
+        {"a": jnp.zeros((0, 3)), "b": np.zeros((2, 0), np.int8)}, {"a": np.float32(2)},
+        {"a": np.arange(3, dtype=">f4"), "b": np.arange(3, dtype=">i8")},
+        {0: jnp.ones(1), 1: jnp.zeros(1)},
+        {"0": jnp.ones(1), "a.b": jnp.ones(1), "": jnp.zeros(1), "a/b": jnp.ones(1),
+         "a": {"b": jnp.zeros(1)}},
         {"a": np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3))},
     ],
     ids=str,
@@ -63,11 +67,15 @@ def test_odd_leaves_are_restored_as_they_were(tmp_path, params):
 @pytest.mark.parametrize("leaf", [np.ma.ones(2), 2**40], ids=["masked", "a large integer"])
 def test_weights_refuse_them_too(tmp_path, leaf):
     pytest.importorskip("safetensors")
-    with pytest.raises((TypeError, ValueError), match=r"params: 'a' is .*(masked array|cannot hold)"):
+    with pytest.raises(
+        (TypeError, ValueError),
+        match=r"params: 'a' is .*(masked array|cannot hold)",
+    ):
         jstep.save_weights(tmp_path / "w.safetensors", {"a": leaf})
 
 
-# Checkpoints of states that `compact` stores: averages are read with both halves, and formats are never mixed.
+# Checkpoints of states that `compact` stores: averages are read with both halves, and formats are
+# never mixed.
 
 EMA = jstep.ExponentialMovingAverage(0.9)
 AVERAGE = "ExponentialMovingAverage"
@@ -78,10 +86,16 @@ both_dtypes = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 
 def trained(optimizer, dtype, steps=3, mesh=None, scope="remainder"):
     rng = np.random.default_rng(0)
-    # Slots of a parameter `remainder/w` have the paths of the halves of `w`: nothing is found by its spelling.
-    params = {scope: {"w": jnp.asarray(rng.normal(size=(64, 128)), dtype)}, "w": jnp.ones((64, 128), dtype)}
+    # Slots of a parameter `remainder/w` have the paths of the halves of `w`: nothing is found by
+    # its spelling.
+    params = {
+        scope: {"w": jnp.asarray(rng.normal(size=(64, 128)), dtype)},
+        "w": jnp.ones((64, 128), dtype),
+    }
     params["b"] = jnp.ones(8, dtype)
-    state = jstep.TrainState.create(params, optimizer, mesh=mesh, param_specs=None if mesh is None else P("data"))
+    state = jstep.TrainState.create(
+        params, optimizer, mesh=mesh, param_specs=None if mesh is None else P("data")
+    )
     for _ in range(steps):
         grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), dtype), params)
         state = jstep.apply_gradients(state, grads, optimizer)
@@ -111,13 +125,20 @@ def test_averages_are_restored_with_their_remainder(dtype, tmp_path):
     names = lambda name: f"slots/{AVERAGE}/{name}"  # noqa: E731
     is_same(jstep.load_weights(path, state.params, names=names, dtype=dtype), wanted)
     moments = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), state.params)
-    loaded = jstep.load_weights(path, moments, names=lambda name: f"slots/v/{name}", dtype=jnp.float32)
+    loaded = jstep.load_weights(
+        path, moments, names=lambda name: f"slots/v/{name}", dtype=jnp.float32
+    )
     is_same(loaded, jax.tree.map(lambda x: x.astype(jnp.float32), jstep.get_slot(state, "v")))
 
 
 def test_a_leaf_without_a_name_is_no_half_of_another(tmp_path):
     average = {"w": jnp.full(2, 3.0)}
-    state = {"": jnp.ones(2), "params": {"w": jnp.ones(2)}, "slots": {"ema": average}, "global_step": jnp.int32(1)}
+    state = {
+        "": jnp.ones(2),
+        "params": {"w": jnp.ones(2)},
+        "slots": {"ema": average},
+        "global_step": jnp.int32(1),
+    }
     with jstep.Saver(tmp_path) as saver:
         saver.save(state)
         is_same(saver.restore(None, use_averages="ema")["params"], average)
@@ -125,21 +146,27 @@ def test_a_leaf_without_a_name_is_no_half_of_another(tmp_path):
 
 @pytest.mark.thorough(except_for=["other0-bfloat16"])
 @both_dtypes
-@pytest.mark.parametrize("other", [INNER, jstep.compact(INNER, block=32), jstep.master_weights(INNER)])
+@pytest.mark.parametrize(
+    "other", [INNER, jstep.compact(INNER, block=32), jstep.master_weights(INNER)]
+)
 def test_a_partial_restore_into_another_format_shows_repack(dtype, other, tmp_path):
     compact = jstep.compact(INNER)
     for number, (old, new) in enumerate([(compact, other), (other, compact)]):
         with jstep.Saver(tmp_path / str(number)) as saver:
             saver.save(trained(old, dtype))
             for partial in (False, True):
-                with pytest.raises(ValueError, match=r"state = jstep.repack\(state, old_optimizer, new_optimizer\)"):
+                with pytest.raises(
+                    ValueError,
+                    match=r"state = jstep.repack\(state, old_optimizer, new_optimizer\)",
+                ):
                     saver.restore(trained(new, dtype, 0), partial=partial)
             is_same(saver.restore_params(trained(new, dtype, 0).params), trained(old, dtype).params)
             target = {"params": trained(new, dtype, 0).params}
             is_same(saver.restore(target, partial=True)["params"], trained(old, dtype).params)
 
 
-# `Saver(leave_out=…)`: parameters and slots that are not saved and are taken from the target on restore.
+# `Saver(leave_out=…)`: parameters and slots that are not saved and are taken from the target on
+# restore.
 
 EMA_LEFT_OUT = jstep.ExponentialMovingAverage(0.5)
 
@@ -187,7 +214,8 @@ def test_other_values_in_the_target_are_warned_about(tmp_path, caplog):
         for restore in (saver.restore, lambda state: saver.restore_params(state.params)):
             caplog.clear()
             restored = restore(state_of(base=7.0, lora=0.0, step=0))
-            assert getattr(restored, "params", restored)["base"]["w"][0, 0] == 7  # the values of the target
+            # These are the values of the target.
+            assert getattr(restored, "params", restored)["base"]["w"][0, 0] == 7
             assert getattr(restored, "params", restored)["lora"]["base"]["w"][0, 0] == 2
             (record,) = caplog.records
             assert "target has other values" in record.getMessage()
@@ -199,7 +227,9 @@ def test_other_values_in_the_target_are_warned_about(tmp_path, caplog):
 def test_a_target_without_values_is_an_error(tmp_path, options):
     with Saver(tmp_path, leave_out="base/*") as saver:
         saver.save(state_of())
-        with pytest.raises(ValueError, match="'params/base/scale' stays as it is, since it was left out") as error:
+        with pytest.raises(
+            ValueError, match="'params/base/scale' stays as it is, since it was left out"
+        ) as error:
             saver.restore(jax.eval_shape(state_of), **options)
         assert "lora" not in str(error.value)
         with pytest.raises(ValueError, match="must have a value, got a shape or a deleted array"):
@@ -211,7 +241,8 @@ def test_a_target_without_values_is_an_error(tmp_path, options):
 
 
 def test_the_state_may_be_donated_after_save(tmp_path):
-    """The fingerprints are those of the state as it was passed, although the next steps reuse its memory."""
+    """The fingerprints are those of the state as it was passed, although the next steps reuse its
+    memory."""
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     with Saver(tmp_path, leave_out="base/w", max_to_keep=None) as saver:
         state = state_of()
@@ -220,5 +251,9 @@ def test_the_state_may_be_donated_after_save(tmp_path):
             state = step(state)
         saver.wait()
         (record, *_) = [leaf for leaf in saved_paths(saver)[1] if leaf["path"] == "params/base/w"]
-        expected = jstep.fingerprint({"params": {"base": {"w": state_of().params["base"]["w"]}}}, per_leaf=True)
-        assert record["fingerprint"] == "".join(f"{int(word):08x}" for word in expected["params/base/w"])
+        expected = jstep.fingerprint(
+            {"params": {"base": {"w": state_of().params["base"]["w"]}}}, per_leaf=True
+        )
+        assert record["fingerprint"] == "".join(
+            f"{int(word):08x}" for word in expected["params/base/w"]
+        )

@@ -21,7 +21,10 @@ def test_the_next_save_is_an_error(tmp_path):
 
 
 def test_a_save_that_was_in_progress_is_an_error(tmp_path):
-    with Saver(tmp_path / "run") as saver, saver.flushing(lambda: os.rename(tmp_path / "run", tmp_path / "moved")):
+    with (
+        Saver(tmp_path / "run") as saver,
+        saver.flushing(lambda: os.rename(tmp_path / "run", tmp_path / "moved")),
+    ):
         saver.save(state_at(1))
         with pytest.raises(CheckpointError, match="run was renamed while it is written"):
             saver.wait()

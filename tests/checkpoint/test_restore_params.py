@@ -13,7 +13,10 @@ EMA = jstep.ExponentialMovingAverage(0.5)
 
 
 def params_of(value):
-    return {"layers": [{"w": jnp.full((8, 2), float(value))}, (jnp.full(3, value + 1.0), None)], "n": jnp.int32(value)}
+    return {
+        "layers": [{"w": jnp.full((8, 2), float(value))}, (jnp.full(3, value + 1.0), None)],
+        "n": jnp.int32(value),
+    }
 
 
 OPTIMIZERS = {
@@ -21,7 +24,9 @@ OPTIMIZERS = {
     "adam": jstep.adam(),
     "averaged": jstep.with_moving_average(jstep.adamw(1e-3), EMA),
     "guarded": jstep.dynamic_loss_scale(jstep.skip_nonfinite(jstep.momentum(0.1, 0.9))),
-    "label": jstep.partition({"params": jstep.adam()}, lambda path, leaf: "params" if path.startswith("la") else None),
+    "label": jstep.partition(
+        {"params": jstep.adam()}, lambda path, leaf: "params" if path.startswith("la") else None
+    ),
 }
 
 
@@ -57,5 +62,8 @@ def test_names(saver):
     with pytest.raises(ValueError, match="nearest: 'params/layers/0/kernel'"):
         saver.restore_params(target, names={"layers/0/kernel": "params/layers/0/w"})
     for given in (lambda path: path, {}.get):
-        with pytest.raises(ValueError, match=r"missing in the checkpoint \(1\): 'params/layers/0/kernel'"):
+        with pytest.raises(
+            ValueError,
+            match=r"missing in the checkpoint \(1\): 'params/layers/0/kernel'",
+        ):
             saver.restore_params(target, names=given)

@@ -26,7 +26,9 @@ MAPPING = {"params/kernel": "params/w", "slots/momentum/kernel": "slots/momentum
 
 
 @pytest.mark.parametrize(
-    "names", [MAPPING, MAPPING.get, lambda path: path.replace("kernel", "w")], ids=["mapping", "method", "function"]
+    "names",
+    [MAPPING, MAPPING.get, lambda path: path.replace("kernel", "w")],
+    ids=["mapping", "method", "function"],
 )
 def test_names_as_mapping_or_function(saver, names):
     for target in (renamed(), jax.eval_shape(renamed)):
@@ -106,20 +108,23 @@ class TestPartial:
             saver.save(self.adam(body).replace(global_step=jnp.int32(10_000)))
             back = saver.restore(self.adam(body | head), partial=True)
         assert int(back.global_step) == 10_000
-        assert (
-            "as old as restored slots, with which they share an age (2): 'slots/m/head', 'slots/v/head'" in caplog.text
-        )
+        words = "as old as restored slots, with which they share an age (2)"
+        assert f"{words}: 'slots/m/head', 'slots/v/head'" in caplog.text
 
     def test_the_suggested_remedy_works(self, tmp_path, caplog):
-        """`partition`, a target created at that step, and `names` give the head a start_step of its own."""
+        """`partition`, a target created at that step, and `names` give the head a start_step of its
+        own."""
         body, head = {"body": jnp.ones(3)}, {"head": jnp.ones(2)}
         optimizer = jstep.partition(
-            {"old": jstep.adam(), "new": jstep.adam()}, lambda path, leaf: "new" if path == "head" else "old"
+            {"old": jstep.adam(), "new": jstep.adam()},
+            lambda path, leaf: "new" if path == "head" else "old",
         )
         with Saver(tmp_path) as saver:
             saver.save(self.adam(body).replace(global_step=jnp.int32(10_000)))
             target = jstep.TrainState.create(body | head, optimizer, global_step=10_000)
-            back = saver.restore(target, partial=True, names=lambda path: path.replace("slots/old/", "slots/"))
+            back = saver.restore(
+                target, partial=True, names=lambda path: path.replace("slots/old/", "slots/")
+            )
         assert int(back.slots["old/start_step"]) == 0
         assert int(back.slots["new/start_step"]) == 10_000
         assert "restored in part" in caplog.text
@@ -127,7 +132,9 @@ class TestPartial:
 
 class TestOtherStates:
     def population(self, steps):
-        make = jax.vmap(lambda rate: jstep.TrainState.create({"w": jnp.ones(3) * rate}, jstep.adam(0.1)))
+        make = jax.vmap(
+            lambda rate: jstep.TrainState.create({"w": jnp.ones(3) * rate}, jstep.adam(0.1))
+        )
         return make(jnp.arange(3.0)).replace(global_step=jnp.asarray(steps))
 
     def test_a_population_has_one_step(self, tmp_path):

@@ -1,4 +1,5 @@
-"""Restore converts step counters between 32 and 64 bits, and initializes the slots of a guard added later."""
+"""Restore converts step counters between 32 and 64 bits, and initializes the slots of a guard added
+later."""
 
 import logging
 
@@ -15,7 +16,9 @@ ADAM = jstep.adam(0.1)
 
 
 def _state(optimizer, step=0, params=None):
-    return jstep.TrainState.create(params or {"a": jnp.ones(3, jnp.float32)}, optimizer, global_step=step)
+    return jstep.TrainState.create(
+        params or {"a": jnp.ones(3, jnp.float32)}, optimizer, global_step=step
+    )
 
 
 def _save(directory, state):
@@ -41,13 +44,18 @@ def test_a_step_that_overflows_32_bits_is_an_error(tmp_path):
     with jax.enable_x64(True):
         saver = _save(tmp_path, _state(ADAM).replace(global_step=jnp.asarray(2**40)))
     with pytest.raises(
-        ValueError, match=r"'global_step' is int32 and cannot represent 1099511627776; enable jax_enable_x64"
+        ValueError,
+        match=r"'global_step' is int32 and cannot represent 1099511627776; enable jax_enable_x64",
     ):
         saver.restore(_state(ADAM))
 
 
 def test_weights_never_convert(tmp_path):
-    params = {"n": jnp.int32(7), "table": jnp.arange(3, dtype=jnp.int32), "a": jnp.ones(3, jnp.float32)}
+    params = {
+        "n": jnp.int32(7),
+        "table": jnp.arange(3, dtype=jnp.int32),
+        "a": jnp.ones(3, jnp.float32),
+    }
     saver = _save(tmp_path, _state(ADAM, 6, params))
     with jax.enable_x64(True):
         for name in ("n", "table"):
@@ -61,9 +69,16 @@ def test_weights_never_convert(tmp_path):
 def test_a_partial_restore_requires_a_step_that_fits(tmp_path):
     saver = _save(tmp_path, _state(ADAM, 6))
     target = {"global_step": jnp.zeros(2, jnp.int32), "params": {"a": jnp.zeros(3)}}
-    with pytest.raises(ValueError, match=r"no global_step that fits.*int32\[2\] in target.*without a step"):
+    with pytest.raises(
+        ValueError,
+        match=r"no global_step that fits.*int32\[2\] in target.*without a step",
+    ):
         saver.restore(target, partial=True)
-    assert saver.restore({"params": {"a": jnp.zeros(3)}}, partial=True)["params"]["a"].tolist() == [1, 1, 1]
+    assert saver.restore({"params": {"a": jnp.zeros(3)}}, partial=True)["params"]["a"].tolist() == [
+        1,
+        1,
+        1,
+    ]
 
 
 GUARDS = {
@@ -94,7 +109,9 @@ def test_a_guard_added_later(tmp_path, caplog, name, abstract):
     assert fresh
     for slot in fresh:
         assert restored.slots[slot] == (8.0 if slot.endswith("loss_scale") else 6)
-    updated = jstep.apply_gradients(restored, {"a": jnp.full(3, jnp.nan)}, GUARDS[name], scaled=True)
+    updated = jstep.apply_gradients(
+        restored, {"a": jnp.full(3, jnp.nan)}, GUARDS[name], scaled=True
+    )
     assert updated.params["a"].tolist() == [1, 1, 1]
 
 
@@ -108,7 +125,9 @@ def loss(params):
 @pytest.mark.thorough(except_for=["own age-a/b", "sgd-None"])
 @pytest.mark.parametrize("scope", [None, "a/b"])
 @pytest.mark.parametrize(
-    "inner", [jstep.gradient_descent(0.1), jstep.update_every(jstep.adam(0.1), 2)], ids=["sgd", "own age"]
+    "inner",
+    [jstep.gradient_descent(0.1), jstep.update_every(jstep.adam(0.1), 2)],
+    ids=["sgd", "own age"],
 )
 def test_restore_averages_into_a_plain_state(tmp_path, inner, scope):
     averaged = jstep.with_moving_average(inner, EMA)
@@ -120,7 +139,9 @@ def test_restore_averages_into_a_plain_state(tmp_path, inner, scope):
     slot = f"{scope}/{EMA.name}" if scope else EMA.name
     with jstep.Saver(tmp_path) as saver:
         saver.save(state)
-    plain = jstep.TrainState.create({"w": jnp.zeros(3)}, jstep.scope(inner, scope) if scope else inner)
+    plain = jstep.TrainState.create(
+        {"w": jnp.zeros(3)}, jstep.scope(inner, scope) if scope else inner
+    )
     restored = jstep.Saver(tmp_path).restore(plain, use_averages=slot)
     np.testing.assert_array_equal(restored.params["w"], state.slots[slot]["w"])
 
@@ -137,7 +158,10 @@ def base():
 
 
 def params_of(value, dtype="bfloat16"):
-    return {"a": jnp.full((4, 2), value, dtype), "b": {"c": jnp.full(3, value, "float32"), "n": jnp.array(3)}}
+    return {
+        "a": jnp.full((4, 2), value, dtype),
+        "b": {"c": jnp.full(3, value, "float32"), "n": jnp.array(3)},
+    }
 
 
 @pytest.fixture
@@ -156,22 +180,34 @@ def target_of(optimizer, value=0.0):
 
 
 def values_of(slot):
-    return {float(x) for leaf in jax.tree.leaves(slot) for x in np.asarray(leaf, np.float32).ravel()}
+    return {
+        float(x) for leaf in jax.tree.leaves(slot) for x in np.asarray(leaf, np.float32).ravel()
+    }
 
 
 WRAPPED = {
     "masters": (jstep.master_weights(base()), "master"),
     "scope": (jstep.scope(jstep.lookahead(base()), "all"), "all/slow"),
-    "label": (jstep.partition({"x": jstep.master_weights(base()), "x/y": base()}, lambda path, leaf: "x"), "x/master"),
+    "label": (
+        jstep.partition({"x": jstep.master_weights(base()), "x/y": base()}, lambda path, leaf: "x"),
+        "x/master",
+    ),
     "deep": (
-        jstep.dynamic_loss_scale(jstep.update_every(jstep.scope(jstep.lookahead(base()), "s"), 2, accumulate=True)),
+        jstep.dynamic_loss_scale(
+            jstep.update_every(jstep.scope(jstep.lookahead(base()), "s"), 2, accumulate=True)
+        ),
         "s/slow",
     ),
     "late": (
-        jstep.with_moving_average(base(), jstep.ExponentialMovingAverage(0.5, zero_debias=True, start_step=9)),
+        jstep.with_moving_average(
+            base(), jstep.ExponentialMovingAverage(0.5, zero_debias=True, start_step=9)
+        ),
         AVERAGE,
     ),
-    "leafwise": (jstep.leafwise(lambda g, p, s, h: (-g, {}), hyper={}, slots={"first": jstep.Slot("copy")}), "first"),
+    "leafwise": (
+        jstep.leafwise(lambda g, p, s, h: (-g, {}), hyper={}, slots={"first": jstep.Slot("copy")}),
+        "first",
+    ),
 }
 
 
@@ -183,13 +219,15 @@ def test_under_wrappers(saver, name, abstract):
     target = target_of(optimizer)
     if abstract:  # only the leaves that nothing is restored into need values
         slots = {
-            other: jax.eval_shape(lambda t: t, tree) if other == slot else tree for other, tree in target.slots.items()
+            other: jax.eval_shape(lambda t: t, tree) if other == slot else tree
+            for other, tree in target.slots.items()
         }
         target = jax.eval_shape(lambda: target).replace(slots=slots)
     back = save(saver).restore(target, partial=True)
     assert values_of(back.slots[slot]) == {10.0}
     assert {leaf.dtype for leaf in jax.tree.leaves(back.slots[slot])} == {jnp.dtype("float32")}
-    jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(back)  # no buffer is there twice
+    # No buffer is there twice.
+    jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(back)
 
 
 def test_slots_that_do_not_begin_as_copies_are_kept(saver):
@@ -208,8 +246,12 @@ def test_slots_that_do_not_begin_as_copies_are_kept(saver):
 
 def test_parameters_that_are_not_restored_keep_their_copies(saver):
     optimizer = jstep.master_weights(base())
-    target = jstep.TrainState.create(params_of(2.0) | {"head": jnp.full(2, 3.0, "bfloat16")}, optimizer)
-    target = target.replace(slots={"master": jax.tree.map(lambda x: x + 0.001, target.slots["master"])})
+    target = jstep.TrainState.create(
+        params_of(2.0) | {"head": jnp.full(2, 3.0, "bfloat16")}, optimizer
+    )
+    target = target.replace(
+        slots={"master": jax.tree.map(lambda x: x + 0.001, target.slots["master"])}
+    )
     back = save(saver).restore(target, partial=True)
     assert values_of({**back.slots["master"], "head": None}) == {10.0}
     assert values_of(back.slots["master"]["head"]) == values_of(target.slots["master"]["head"])
@@ -218,12 +260,19 @@ def test_parameters_that_are_not_restored_keep_their_copies(saver):
 @pytest.mark.thorough(except_for=["None"])
 @pytest.mark.parametrize("slots_memory", [None, "pinned_host"])
 def test_copies_are_sharded_like_the_slot(saver, slots_memory):
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh(
+        (2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,)
+    )
     optimizer = jstep.master_weights(jstep.lookahead(base()))
-    target = jstep.shard_state(target_of(optimizer), mesh, slot_axis="data", slots_memory=slots_memory)
+    target = jstep.shard_state(
+        target_of(optimizer), mesh, slot_axis="data", slots_memory=slots_memory
+    )
     back = save(saver).restore(target, partial=True)
     split = NamedSharding(mesh, PartitionSpec("data"), memory_kind=slots_memory)
     for name in ("master", "slow"):
         assert back.slots[name]["a"].sharding.is_equivalent_to(split, 2)
-        assert back.slots[name]["a"].sharding.memory_kind == target.slots[name]["a"].sharding.memory_kind
+        assert (
+            back.slots[name]["a"].sharding.memory_kind
+            == target.slots[name]["a"].sharding.memory_kind
+        )
         assert values_of(back.slots[name]) == {10.0}

@@ -72,7 +72,9 @@ class TestRetention:
     def test_a_checkpoint_of_a_version_that_did_not_record_it_counts_as_finite(self, tmp_path):
         with Saver(tmp_path) as saver:
             save_all(saver, [1])
-        edit_manifest(tmp_path / "model-1", lambda data: {key: data[key] for key in data if key != "finite"})
+        edit_manifest(
+            tmp_path / "model-1", lambda data: {key: data[key] for key in data if key != "finite"}
+        )
         with Saver(tmp_path, max_to_keep=1) as saver:
             for step in (2, 3):
                 saver.save(state_at(step, math.nan))
@@ -90,7 +92,8 @@ class TestRetention:
 
         with Saver(tmp_path, **options) as saver:
             run(saver, range(1, 8))
-            # 3 is the first one saved more than an hour after the start, and 5 the first after more than two
+            # 3 is the first one saved more than an hour after the start, and 5 the first after more
+            # than two
             assert saver.all_steps() == [3, 5, 6, 7]
             assert saver.last_checkpoints == [str(tmp_path / "model-6"), str(tmp_path / "model-7")]
         now[0] = 0.0
@@ -116,7 +119,9 @@ class TestRetention:
             saver.save(state_at(5), CheckpointExtra(None, {}, True, retention.ALWAYS_TEMPORARY))
             assert saver.last_checkpoints == reader.last_checkpoints == names[3:5]
 
-    def test_a_temporary_checkpoint_whose_deletion_is_missed_is_deleted_by_the_next_save(self, tmp_path):
+    def test_a_temporary_checkpoint_whose_deletion_is_missed_is_deleted_by_the_next_save(
+        self, tmp_path
+    ):
         temporary = CheckpointExtra(None, {}, permanent_every_secs=1e9)
         with Saver(tmp_path, max_to_keep=2) as saver:
             save_all(saver, [1])
@@ -169,7 +174,8 @@ class TestRetention:
 
     @pytest.mark.parametrize("days", [0, 10, -10])
     def test_a_clock_that_was_wrong_for_an_hour_costs_no_later_checkpoint(self, days):
-        """A save each quarter of an hour, four of them by a clock that is wrong; two are kept, and one each hour."""
+        """A save each quarter of an hour, four of them by a clock that is wrong; two are kept, and
+        one each hour."""
         existing, kept, now = {}, retention.RetainedSteps(frozenset(), 0.0), 0.0
         for step in range(1, 97):
             now += 900
@@ -189,7 +195,8 @@ class TestRetention:
         hours=st.sampled_from([1, 2, 5.5]),
     )
     def test_agrees_with_tf_train_saver(self, gaps, max_to_keep, hours):
-        """The reference is the bookkeeping of tf.train.Saver, with more than one save per interval."""
+        """The reference is the bookkeeping of tf.train.Saver, with more than one save per
+        interval."""
         last, kept_by_tf, next_time, now = [], [], hours * 3600, 0.0
         existing, kept = {}, retention.RetainedSteps(frozenset(), 0.0)
         for step, gap in enumerate(gaps):

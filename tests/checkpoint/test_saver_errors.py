@@ -16,7 +16,9 @@ from jstep.checkpoint.saver import Saver
 
 class TestErrors:
     @pytest.mark.thorough(except_for=["close", "extra", "latest_step"])
-    @pytest.mark.parametrize("call", ["save", "wait", "close", "restore", "extra", "all_steps", "latest_step", "last"])
+    @pytest.mark.parametrize(
+        "call", ["save", "wait", "close", "restore", "extra", "all_steps", "latest_step", "last"]
+    )
     def test_a_background_failure_is_raised_by_the_next_call(self, tmp_path, call):
         saver = Saver(tmp_path)
         save_all(saver, [1])
@@ -67,7 +69,10 @@ class TestErrors:
 
         with Saver(tmp_path) as saver:
             save_all(saver, [1])
-            with before("os.mkdir", f"{tmp_path}/model-2*", interrupt, times=1), pytest.raises(KeyboardInterrupt):
+            with (
+                before("os.mkdir", f"{tmp_path}/model-2*", interrupt, times=1),
+                pytest.raises(KeyboardInterrupt),
+            ):
                 saver.save(state_at(2))
             saver.wait()
             save_all(saver, [3])
@@ -78,7 +83,9 @@ class TestErrors:
         with Saver(tmp_path) as saver:
             with saver.flushing(raising(kind(0))):
                 saver.save(state_at(1))
-                with pytest.raises(CheckpointError, match=f"model-1 was not saved: {kind.__name__}: 0"):
+                with pytest.raises(
+                    CheckpointError, match=f"model-1 was not saved: {kind.__name__}: 0"
+                ):
                     saver.wait()
             assert listing(tmp_path) == []
             save_all(saver, [1])
@@ -87,12 +94,18 @@ class TestErrors:
     def test_an_extra_that_readers_would_refuse_is_not_saved(self, tmp_path, monkeypatch):
         monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 10_000)
         with Saver(tmp_path) as saver:
-            with pytest.raises(ValueError, match=r"extra: must be at most 10000 bytes of JSON, .* got 10009"):
+            with pytest.raises(
+                ValueError,
+                match=r"extra: must be at most 10000 bytes of JSON, .* got 10009",
+            ):
                 saver.save(state_at(1), extra={"x": "a" * 10_000})
             assert listing(tmp_path) == []
             # It is small enough only without the rest of the manifest.
             saver.save(state_at(1), extra={"x": "a" * 9_900})
-            with pytest.raises(CheckpointError, match=r"at most 10000 bytes, got .*, of which extra has 9909"):
+            with pytest.raises(
+                CheckpointError,
+                match=r"at most 10000 bytes, got .*, of which extra has 9909",
+            ):
                 saver.wait()
             assert listing(tmp_path) == []
             saver.save(state_at(1), extra={"x": "a" * 5_000})

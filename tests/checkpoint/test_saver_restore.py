@@ -34,13 +34,18 @@ class TestRestore:
         assert back.params["new"].tolist() == [5, 5]
         assert int(back.global_step) == 7
         assert set(back.slots) == {"m", "v", "start_step"}
-        kept = (back.params["new"].unsafe_buffer_pointer(), target.params["new"].unsafe_buffer_pointer())
+        kept = (
+            back.params["new"].unsafe_buffer_pointer(),
+            target.params["new"].unsafe_buffer_pointer(),
+        )
         assert kept[0] != kept[1]  # donating one does not affect the other
 
     def averaged(self):
         ema = jstep.ExponentialMovingAverage(0.5)
         params = {"w": jnp.ones(3), "n": jnp.arange(2)}
-        state = jstep.TrainState.create(params, jstep.with_moving_average(jstep.momentum(0.1, 0.9), ema))
+        state = jstep.TrainState.create(
+            params, jstep.with_moving_average(jstep.momentum(0.1, 0.9), ema)
+        )
         slots = state.slots | {ema.name: {"w": jnp.asarray([0.1, 0.2, 0.3]), "n": None}}
         return state.replace(params=params | {"w": jnp.ones(3, jnp.bfloat16)}, slots=slots)
 
@@ -62,13 +67,17 @@ class TestRestore:
 
     @pytest.mark.parametrize("of_model_state", [False, True])
     def test_averages_beside_a_raw_model_state(self, tmp_path, caplog, of_model_state):
-        """One warning for each Saver; none for parameters alone, for counts, or if both are averaged."""
+        """One warning for each Saver; none for parameters alone, for counts, or if both are
+        averaged."""
         optimizer = jstep.with_moving_average(
-            jstep.momentum(0.1, 0.9), jstep.ExponentialMovingAverage(0.5, model_state=of_model_state)
+            jstep.momentum(0.1, 0.9),
+            jstep.ExponentialMovingAverage(0.5, model_state=of_model_state),
         )
         model_state = {"mean": 1.0, "count": jnp.int32(3)}
         state = jstep.TrainState.create({"w": 1.0}, optimizer, model_state=model_state)
-        plain = jstep.TrainState.create({"w": 1.0}, jstep.momentum(0.1, 0.9), model_state=model_state)
+        plain = jstep.TrainState.create(
+            {"w": 1.0}, jstep.momentum(0.1, 0.9), model_state=model_state
+        )
         with Saver(tmp_path) as saver:
             saver.save(state)
             saver.restore(state)
@@ -79,15 +88,20 @@ class TestRestore:
         assert len(caplog.messages) == (0 if of_model_state else 1)
         if not of_model_state:
             start = (
-                f"use_averages: {tmp_path}/model-0 has averages of the parameters, and no averages of the model state"
+                f"use_averages: {tmp_path}/model-0 has averages of the parameters, "
+                "and no averages of the model state"
             )
             assert caplog.messages[0].startswith(start)
-            assert "restored as it was (1): 'slots/model_state/mean'. Average both" in caplog.messages[0]
+            assert (
+                "restored as it was (1): 'slots/model_state/mean'. Average both"
+                in caplog.messages[0]
+            )
 
     def test_selects_the_step(self, tmp_path):
         with Saver(tmp_path) as saver:
             with pytest.raises(
-                FileNotFoundError, match=r"no complete checkpoint model-1 in .*which has no checkpoints"
+                FileNotFoundError,
+                match=r"no complete checkpoint model-1 in .*which has no checkpoints",
             ):
                 saver.restore(state_at(0), step=1)
             with pytest.raises(FileNotFoundError, match="no checkpoint model-"):
@@ -105,11 +119,15 @@ class TestRestore:
             assert saver.restore(target).params["w"].tolist() == [[3, 3]] * 3
             deleted = jnp.zeros(2)
             deleted.delete()
-            with pytest.raises(ValueError, match=r"'params/x' stays as it is.* got a shape or a deleted array"):
+            with pytest.raises(
+                ValueError,
+                match=r"'params/x' stays as it is.* got a shape or a deleted array",
+            ):
                 saver.restore(target.replace(params={"x": deleted}), partial=True)
 
     def test_abstract_shapes_use_the_current_mesh(self, tmp_path):
-        """Under jax.set_mesh, jax.eval_shape returns abstract meshes, which refer to the mesh that is set."""
+        """Under jax.set_mesh, jax.eval_shape returns abstract meshes, which refer to the mesh that
+        is set."""
 
         def fresh():
             return jstep.TrainState.create({"w": jnp.ones((4, 2))}, jstep.adam())
@@ -132,7 +150,8 @@ class TestRestore:
         with Saver(tmp_path) as saver:
             with jax.transfer_guard("disallow_explicit"):
                 saver.save(state)
-                with jax.set_mesh(mesh):  # shapes of arrays on Explicit axes are over an abstract mesh
+                with jax.set_mesh(mesh):
+                    # Shapes of arrays on Explicit axes are over an abstract mesh.
                     shapes = jax.eval_shape(lambda: state)
                     back = [saver.restore(target) for target in (state, shapes)]
                 back.append(saver.restore(state))

@@ -1,4 +1,5 @@
-"""Restored values are bitwise identical to the saved ones: dtypes, PRNG keys, containers and models."""
+"""Restored values are bitwise identical to the saved ones: dtypes, PRNG keys, containers and
+models."""
 
 import asyncio
 
@@ -16,16 +17,32 @@ from jstep.checkpoint.saver import Saver
 
 class TestRoundTrip:
     DTYPES = (
-        *("bool", "int2", "int4", "uint2", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32"),
-        *("float16", "bfloat16", "float32", "float4_e2m1fn", "float8_e3m4", "float8_e4m3", "float8_e4m3fn"),
-        *("float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    )
+        *(
+            "bool", "int2", "int4", "uint2", "uint4", "int8", "uint8", "int16", "uint16", "int32",
+            "uint32",
+        ),
+        *(
+            "float16", "bfloat16", "float32", "float4_e2m1fn", "float8_e3m4", "float8_e4m3",
+            "float8_e4m3fn",
+        ),
+        *(
+            "float8_e4m3b11fnuz",
+            "float8_e4m3fnuz",
+            "float8_e5m2",
+            "float8_e5m2fnuz",
+            "float8_e8m0fnu",
+        ),
+    )  # fmt: skip
 
     def test_every_dtype_is_bitwise_identical(self, tmp_path):
         rng = np.random.default_rng(0)
         model_state = {
-            name: jnp.asarray(rng.integers(0, 2, (3, 5)).astype(jnp.dtype(name))) for name in self.DTYPES
-        } | {"complex": jnp.asarray(1j, jnp.complex64), "nan": jnp.asarray([np.nan, -0.0, np.inf, 1e-45], jnp.float32)}
+            name: jnp.asarray(rng.integers(0, 2, (3, 5)).astype(jnp.dtype(name)))
+            for name in self.DTYPES
+        } | {
+            "complex": jnp.asarray(1j, jnp.complex64),
+            "nan": jnp.asarray([np.nan, -0.0, np.inf, 1e-45], jnp.float32),
+        }
         params = {"w": jnp.ones(2)}
         state = jstep.TrainState.create(params, jstep.adam()).replace(slots={"all": model_state})
         with Saver(tmp_path) as saver:
@@ -37,13 +54,18 @@ class TestRoundTrip:
             assert as_bits(loaded["slots"]["all"][name]) == as_bits(leaf)
 
     def test_wide_dtypes(self, tmp_path, x64):
-        state = jstep.TrainState.create({"w": jnp.arange(3.0), "n": jnp.arange(3)}, NO_SLOTS, global_step=2**40)
+        state = jstep.TrainState.create(
+            {"w": jnp.arange(3.0), "n": jnp.arange(3)}, NO_SLOTS, global_step=2**40
+        )
         assert state.params["w"].dtype == jnp.float64
         with Saver(tmp_path) as saver:
             assert saver.save(state).endswith(str(2**40))
             shapes = jax.eval_shape(lambda: state)
             assert_same(saver.restore(shapes), state)
-            with jax.enable_x64(False), pytest.raises(ValueError, match=r"'params/[wn]'.*jax_enable_x64"):
+            with (
+                jax.enable_x64(False),
+                pytest.raises(ValueError, match=r"'params/[wn]'.*jax_enable_x64"),
+            ):
                 saver.restore(shapes)
 
     def test_unusual_keys(self, tmp_path):
@@ -69,7 +91,8 @@ class TestRoundTrip:
 
         with Saver(tmp_path) as saver:
             path = epath.Path(saver.save(state_at(3)))
-        in_bucket = ocp.path.atomicity.CommitFileTemporaryPath  # how Orbax writes to, and reads in, a bucket
+        # This is how Orbax writes to, and reads in, a bucket.
+        in_bucket = ocp.path.atomicity.CommitFileTemporaryPath
         asyncio.run(in_bucket.validate_final(path))
         (path / ORBAX_COMMIT_FILE).unlink()
         with pytest.raises(Exception, match=ORBAX_COMMIT_FILE):

@@ -56,7 +56,8 @@ class TestTraining:
 
     def test_restored_arrays_own_their_memory(self, tmp_path):
         state = jstep.TrainState.create(
-            {f"w{i}": jnp.zeros(1024) for i in range(8)} | {"n": jnp.zeros((), jnp.int32)}, jstep.adam()
+            {f"w{i}": jnp.zeros(1024) for i in range(8)} | {"n": jnp.zeros((), jnp.int32)},
+            jstep.adam(),
         )
         with Saver(tmp_path) as saver:
             saver.save(state)
@@ -73,7 +74,9 @@ class TestTraining:
     def test_the_saved_state_may_be_donated_before_it_is_written(self, tmp_path, monkeypatch, size):
         """Steps that donate the state run before any of it is written."""
         write, released = array_writer.write, threading.Event()
-        monkeypatch.setattr(array_writer, "write", lambda *args, **to: released.wait(30) and write(*args, **to))
+        monkeypatch.setattr(
+            array_writer, "write", lambda *args, **to: released.wait(30) and write(*args, **to)
+        )
         state = jstep.TrainState.create({"w": jnp.arange(size, dtype=jnp.float32)}, jstep.adam(1.0))
         step = jstep.minimize(lambda params: jnp.sum(params["w"] ** 2), jstep.adam(1.0))
         state, _ = step(state)

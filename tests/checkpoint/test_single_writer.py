@@ -1,4 +1,5 @@
-"""Claims: one Saver at a time writes a prefix in a directory, until it is closed or its process ends."""
+"""Claims: one Saver at a time writes a prefix in a directory, until it is closed or its process
+ends."""
 
 import errno
 import os
@@ -89,7 +90,8 @@ def test_close_without_wait_releases_the_claim(tmp_path):
 
 @pytest.mark.thorough
 def test_sigkill_releases_the_claim(tmp_path):
-    """The claim ends with its process, also if its children live on, and also on file systems without locks."""
+    """The claim ends with its process, also if its children live on, and also on file systems
+    without locks."""
     script = """
     import errno, subprocess
     saver = Saver(directory)
@@ -103,7 +105,7 @@ def test_sigkill_releases_the_claim(tmp_path):
         time.sleep(600)
     print(started.pid, pid, flush=True)
     time.sleep(600)
-    """
+    """  # noqa: E501
     process = start(script, tmp_path, PYTHONWARNINGS="ignore")
     children = [int(pid) for pid in process.stdout.readline().split()]
     try:
@@ -111,7 +113,9 @@ def test_sigkill_releases_the_claim(tmp_path):
         unlocked = tmp_path / "unlocked"
         with Saver(tmp_path) as saver, no_locks(unlocked), Saver(unlocked) as other:
             for refused in (saver, saver, other):
-                with pytest.raises(CheckpointError, match=f"process {process.pid} on {socket.gethostname()}:"):
+                with pytest.raises(
+                    CheckpointError, match=f"process {process.pid} on {socket.gethostname()}:"
+                ):
                     refused.save(state_at(7))
             assert saver.all_steps() == other.all_steps() == []
             process.send_signal(signal.SIGKILL)
@@ -162,7 +166,7 @@ def test_a_forked_process_does_not_own_the_claim(tmp_path):
             Saver(directory).claim()
         except CheckpointError:
             print("held")
-    """
+    """  # noqa: E501
     assert run(script, tmp_path, PYTHONWARNINGS="ignore") == ["refused", "held"]
 
 

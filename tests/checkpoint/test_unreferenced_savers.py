@@ -1,4 +1,5 @@
-"""Saves in progress: of Savers that are garbage-collected without `close`, and after Ctrl-C while one is waited for."""
+"""Saves in progress: of Savers that are garbage-collected without `close`, and after Ctrl-C while
+one is waited for."""
 
 import os
 import socket
@@ -31,7 +32,9 @@ def test_the_next_call_waits_for_the_save(tmp_path, call):
         with held_saves(tmp_path) as released:
             saver.save(state_at(2))
             interrupt(saver.wait)
-            threading.Timer(0.2, lambda: (there.extend(os.listdir(tmp_path)), released.set())).start()
+            threading.Timer(
+                0.2, lambda: (there.extend(os.listdir(tmp_path)), released.set())
+            ).start()
             call(saver)
             assert listing(tmp_path) == ["model-1", "model-2"]
     assert "model-2" not in there
@@ -51,7 +54,8 @@ def test_the_interpreter_waits_for_the_save(tmp_path):
     assert latest_checkpoint(tmp_path) == f"{tmp_path}/model-1"
 
 
-# Who owns a claim and whether that process is alive, and claims in a store whose objects change by themselves.
+# Who owns a claim and whether that process is alive, and claims in a store whose objects change by
+# themselves.
 
 OWNER = {"host": "here", "space": "boot", "pid": 7, "started": "100"}
 
@@ -75,4 +79,9 @@ def test_whether_an_owner_is_alive(change, alive, monkeypatch):
     assert owners.is_alive(OWNER | change) is alive
     without_space = {key: value for key, value in OWNER.items() if key != "space"}
     assert owners.is_alive(without_space) is True
-    assert owners.this_process() == {"host": "here", "space": "boot", "pid": os.getpid(), "started": None}
+    assert owners.this_process() == {
+        "host": "here",
+        "space": "boot",
+        "pid": os.getpid(),
+        "started": None,
+    }

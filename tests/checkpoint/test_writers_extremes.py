@@ -1,4 +1,5 @@
-"""The largest and oddest that a save accepts is read with every check that holds for files of others."""
+"""The largest and oddest that a save accepts is read with every check that holds for files of
+others."""
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,10 @@ from jstep.stores.tagged_json import ExternalBytes
 from jstep.stores.untrusted import MAX_MANIFEST_BYTES
 
 DTYPES = [
-    "bool", "int2", "uint2", "int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
-    "float8_e4m3", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz",
-    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+    "bool", "int2", "uint2", "int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32",
+    "int64", "uint64", "float8_e4m3", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz",
+    "float8_e5m2", "float8_e5m2fnuz", "float16", "bfloat16", "float32", "float64", "complex64",
+    "complex128",
 ]  # fmt: skip
 
 
@@ -38,9 +40,15 @@ def make_state():
         "\ud800": {"": {"": np.float32(1)}, "/": np.ones(2)},
         "a\0\n": {"..": np.ones(1), ".": np.ones(2), "c": np.ones(3), "zarr.json": np.ones(4)},
         "$files": {"c": {"0": np.ones(5), "c": np.ones(6)}},
-        "dtypes": {name: np.ones((2, 3), getattr(ml_dtypes, name, None) or name) for name in DTYPES},
+        "dtypes": {
+            name: np.ones((2, 3), getattr(ml_dtypes, name, None) or name) for name in DTYPES
+        },
         "scalars": {name: np.ones((), getattr(ml_dtypes, name, None) or name) for name in DTYPES},
-        "empty": [np.zeros((0, 2**57)), jnp.zeros((3, 0), jnp.bfloat16), np.zeros((1,) * 63 + (0,))],
+        "empty": [
+            np.zeros((0, 2**57)),
+            jnp.zeros((3, 0), jnp.bfloat16),
+            np.zeros((1,) * 63 + (0,)),
+        ],
         "keys": jax.random.split(jax.random.key(1, impl="unsafe_rbg"), (2, 3)),
         "many": [np.float32(i) for i in range(1000)],
         "nested": nested,
@@ -82,8 +90,15 @@ def test_the_longest_paths_in_the_databases_of_several_processes(tmp_path):
     keys = [f"ocdbt.process_{process}/" for process in range(2)]
     for process, key in enumerate(keys):
         rows = [slice(i, i + 1) for i in range(5000 * process, 5000 * process + 5000)]
-        parts = OwnParts(name, values.shape, values.dtype, (1, 97), [((row,), values[row]) for row in rows])
-        write({**base, "path": base["path"] + key}, [parts], lambda future, _: future.result(), first=process == 0)
+        parts = OwnParts(
+            name, values.shape, values.dtype, (1, 97), [((row,), values[row]) for row in rows]
+        )
+        write(
+            {**base, "path": base["path"] + key},
+            [parts],
+            lambda future, _: future.result(),
+            first=process == 0,
+        )
     merge(base, keys, 10_001, lambda future, _: future.result())
     assert len(read_index_of(tmp_path).values) == 10_001
     assert len(read_index_of(tmp_path / keys[1]).values) == 5000
@@ -92,15 +107,24 @@ def test_the_longest_paths_in_the_databases_of_several_processes(tmp_path):
 @pytest.mark.parametrize(
     ("leaves", "message"),
     [
-        ({"a": 1.0, "a/": 2.0}, "'a' and 'a/' differ only in a slash at the end, and would be stored as one array"),
+        (
+            {"a": 1.0, "a/": 2.0},
+            "'a' and 'a/' differ only in a slash at the end, and would be stored as one array",
+        ),
         ({"": 1.0, "/": 2.0}, "'' and '/' differ only in a slash"),
-        ({"x" * MAX_PATH_BYTES: 1.0}, r"the path 'x{50}'… has 1025 bytes in a checkpoint: must be at most 1024"),
+        (
+            {"x" * MAX_PATH_BYTES: 1.0},
+            r"the path 'x{50}'… has 1025 bytes in a checkpoint: must be at most 1024",
+        ),
         ({"\u6a21" * 114: 1.0}, "has 1027 bytes in a checkpoint"),
         ({"a": np.zeros((0, 2**58), np.int8)}, "'a' has the shape .* even without elements"),
         ({"a": np.ones((1,) * 33)}, "'a': .*Rank 33 is outside valid range"),
         ({"a": np.ones(2, "V8")}, r"'a': .*\|V8 data type is not one of the supported data types"),
         ({"a": np.ones(2, ml_dtypes.int1)}, "'a': .*int1 data type is not one of the supported"),
-        ({"global_step": np.uint64(2**63)}, r"global_step is 9223372036854775808: must be below 2\*\*63"),
+        (
+            {"global_step": np.uint64(2**63)},
+            r"global_step is 9223372036854775808: must be below 2\*\*63",
+        ),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
@@ -111,10 +135,14 @@ def test_what_cannot_be_read_is_refused_in_the_callers_thread(tmp_path, leaves, 
         assert saver.all_steps() == []
 
 
-@pytest.mark.parametrize("names", [("a", "a/"), ("x" * MAX_PATH_BYTES,)], ids=["one array", "a long path"])
+@pytest.mark.parametrize(
+    "names", [("a", "a/"), ("x" * MAX_PATH_BYTES,)], ids=["one array", "a long path"]
+)
 def test_a_run_refuses_names_before_its_first_step(tmp_path, names):
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(lambda params, x: sum(params.values()) * x, optimizer)
     state = jstep.TrainState.create(dict.fromkeys(names, 1.0), optimizer)
     with pytest.raises(ValueError, match="state: "):
-        jstep.train(step, state, lambda step: pytest.fail("a step was taken"), 3, checkpoint_dir=tmp_path)
+        jstep.train(
+            step, state, lambda step: pytest.fail("a step was taken"), 3, checkpoint_dir=tmp_path
+        )

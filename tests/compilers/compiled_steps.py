@@ -12,7 +12,12 @@ LAYOUTS = ("replicated", "zero1", "fsdp")
 
 
 def params():
-    return {"a": jnp.zeros((512, 256)), "b": jnp.zeros(256), "x": jnp.zeros((256, 1024)), "f": jnp.zeros(1024)}
+    return {
+        "a": jnp.zeros((512, 256)),
+        "b": jnp.zeros(256),
+        "x": jnp.zeros((256, 1024)),
+        "f": jnp.zeros(1024),
+    }
 
 
 def loss(p, x, y):
@@ -21,10 +26,12 @@ def loss(p, x, y):
 
 
 def batch(mesh, *lead, rows=64):
-    """Return a batch with `rows` rows on each device; `lead` are the leading axes for `scan_steps`."""
+    """Return a batch with `rows` rows on each device; `lead` are the leading axes for
+    `scan_steps`."""
     sharding = jax.NamedSharding(mesh, jax.P(*[None] * len(lead), mesh.axis_names[0]))
     return [
-        jax.ShapeDtypeStruct((*lead, rows * mesh.size, width), jnp.float32, sharding=sharding) for width in (512, 1024)
+        jax.ShapeDtypeStruct((*lead, rows * mesh.size, width), jnp.float32, sharding=sharding)
+        for width in (512, 1024)
     ]
 
 
@@ -48,13 +55,17 @@ def check(program, state):
     """Check that the program donates the complete state and keeps the sharding of each leaf."""
     expected = sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(state))
     analysis = program.memory_analysis()
-    assert analysis.alias_size_in_bytes + analysis.host_alias_size_in_bytes >= expected, "a leaf is not donated"
+    assert analysis.alias_size_in_bytes + analysis.host_alias_size_in_bytes >= expected, (
+        "a leaf is not donated"
+    )
     shardings = program.output_shardings[0]
     for path, leaf in jax.tree.leaves_with_path(state):
         sharding = shardings
         for key in path:
             sharding = getattr(sharding, key.name) if hasattr(key, "name") else sharding[key.key]
-        assert sharding.is_equivalent_to(leaf.sharding, leaf.ndim), f"{jax.tree_util.keystr(path)} moves to {sharding}"
+        assert sharding.is_equivalent_to(leaf.sharding, leaf.ndim), (
+            f"{jax.tree_util.keystr(path)} moves to {sharding}"
+        )
 
 
 def total_bytes(tree):

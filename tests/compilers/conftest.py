@@ -1,4 +1,5 @@
-"""Runs each of these tests in its own process: XLA's compilers may abort it and stay loaded until it exits.
+"""Runs each of these tests in its own process: XLA's compilers may abort it and stay loaded until
+it exits.
 
 Tests are skipped if the compiler is not installed: `pip install 'jstep[tpu]'`, `'jstep[aot-cuda]'`.
 """
@@ -40,7 +41,10 @@ def pytest_collection_modifyitems(items):
 def pytest_pyfunc_call(pyfuncitem):
     if os.environ.get(_IN_SUBPROCESS) or not any(map(pyfuncitem.get_closest_marker, COMPILERS)):
         return None
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-x", pyfuncitem.nodeid]
+    command = [
+        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-x",
+        pyfuncitem.nodeid,
+    ]  # fmt: skip
     environment = os.environ | {_IN_SUBPROCESS: "1", "JAX_PLATFORMS": "cpu"}
     with subprocess.Popen(
         command,
@@ -57,5 +61,8 @@ def pytest_pyfunc_call(pyfuncitem):
             os.killpg(process.pid, signal.SIGKILL)
             raise
     if process.returncode:
-        pytest.fail(f"the subprocess exited with code {process.returncode}:\n{output[-6000:]}", pytrace=False)
+        pytest.fail(
+            f"the subprocess exited with code {process.returncode}:\n{output[-6000:]}",
+            pytrace=False,
+        )
     return True

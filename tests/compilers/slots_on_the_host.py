@@ -1,4 +1,5 @@
-"""Prints the fraction of the slots' bytes by which peak device memory falls: MODEL OPTIMIZER LAYOUT, on v5e:2x4."""
+"""Prints the fraction of the slots' bytes by which peak device memory falls: MODEL OPTIMIZER
+LAYOUT, on v5e:2x4."""
 
 import functools
 import json
@@ -20,7 +21,10 @@ SIZE, ROWS, LAYERS, HEADS = 2048, 512, 8, 4
 
 @functools.cache
 def v5e():
-    return Mesh(np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices), ("data",))
+    return Mesh(
+        np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices),
+        ("data",),
+    )
 
 
 def matrices():
@@ -35,8 +39,18 @@ def matrices_loss(params, x):
 
 def transformer():
     d = 512
-    shapes = {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d), "norm1": (d,), "norm2": (d,)}
-    return {"embed": jnp.zeros((4096, d)), **{name: jnp.zeros((LAYERS, *shape)) for name, shape in shapes.items()}}
+    shapes = {
+        "qkv": (d, 3 * d),
+        "out": (d, d),
+        "up": (d, 4 * d),
+        "down": (4 * d, d),
+        "norm1": (d,),
+        "norm2": (d,),
+    }
+    return {
+        "embed": jnp.zeros((4096, d)),
+        **{name: jnp.zeros((LAYERS, *shape)) for name, shape in shapes.items()},
+    }
 
 
 def normalized(x, scale):
@@ -46,7 +60,9 @@ def normalized(x, scale):
 @jax.checkpoint
 def layer(x, w):
     batch, length, width = x.shape
-    q, k, v = jnp.split((normalized(x, w["norm1"]) @ w["qkv"]).reshape(batch, length, HEADS, -1), 3, -1)
+    q, k, v = jnp.split(
+        (normalized(x, w["norm1"]) @ w["qkv"]).reshape(batch, length, HEADS, -1), 3, -1
+    )
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(width / HEADS)
     scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
     x = x + jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape) @ w["out"]
@@ -54,7 +70,9 @@ def layer(x, w):
 
 
 def transformer_loss(params, tokens):
-    x = jax.lax.with_sharding_constraint(params["embed"][tokens[:, :-1]], NamedSharding(v5e(), P("data")))
+    x = jax.lax.with_sharding_constraint(
+        params["embed"][tokens[:, :-1]], NamedSharding(v5e(), P("data"))
+    )
     x, _ = jax.lax.scan(layer, x, {name: leaf for name, leaf in params.items() if name != "embed"})
     chosen = jax.nn.log_softmax(x @ params["embed"].T)
     return -jnp.mean(jnp.take_along_axis(chosen, tokens[:, 1:, None], -1))
@@ -66,7 +84,9 @@ MODELS = {
 }
 OPTIMIZERS = {
     "adamw": lambda: jstep.adamw(1e-3),
-    "guarded": lambda: jstep.skip_nonfinite(jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(1e-3))),
+    "guarded": lambda: jstep.skip_nonfinite(
+        jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(1e-3))
+    ),
     "masters": lambda: jstep.master_weights(jstep.adamw(1e-3)),
 }
 
@@ -79,10 +99,14 @@ def peak_and_slots(model, optimizer, layout, memory):
     state = jstep.shard_state(shapes, v5e(), specs, slots_memory=memory)
     lowered = jstep.minimize(loss_fn, OPTIMIZERS[optimizer]()).lower(state, batch)
     slots = [leaf for leaf in jax.tree.leaves(state.slots) if leaf.ndim]
-    own = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in slots)
+    own = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in slots
+    )
     return device_peak(lowered.compile().memory_analysis()), own
 
 
 if __name__ == "__main__":
-    (before, slots), (after, _) = (peak_and_slots(*sys.argv[1:4], memory) for memory in (None, "pinned_host"))
+    (before, slots), (after, _) = (
+        peak_and_slots(*sys.argv[1:4], memory) for memory in (None, "pinned_host")
+    )
     print(json.dumps((before - after) / slots))

@@ -27,7 +27,8 @@ ELEMENTWISE = {
 READ_BEFORE = {
     "clip": (CLIPPED, 1.55),  # gradients are read for their norm
     "prodigy": (jstep.prodigy(), 1.5),  # sums over all leaves
-    "decay": (jstep.sgd(LR, 0.9, use_nesterov=True, weight_decay=0.1), 1.65),  # the momentum depends on the parameters
+    # The momentum depends on the parameters.
+    "decay": (jstep.sgd(LR, 0.9, use_nesterov=True, weight_decay=0.1), 1.65),
 }
 
 

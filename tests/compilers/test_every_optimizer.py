@@ -1,4 +1,5 @@
-"""Every optimizer compiles for TPUs and GPUs without warnings, with the state donated and no excess collectives."""
+"""Every optimizer compiles for TPUs and GPUs without warnings, with the state donated and no excess
+collectives."""
 
 import jax
 import pytest
@@ -10,9 +11,14 @@ import jstep
 
 OTHERS = {
     "rprop": lambda: jstep.rprop(1e-3),
-    "scale_by_trust_ratio": lambda: jstep.chain(jstep.scale_by_trust_ratio(), jstep.scale_by_learning_rate(1e-3)),
+    "scale_by_trust_ratio": lambda: jstep.chain(
+        jstep.scale_by_trust_ratio(), jstep.scale_by_learning_rate(1e-3)
+    ),
     "orthogonalize": lambda: jstep.partition(
-        {"matrix": jstep.chain(jstep.orthogonalize(), jstep.scale_by_learning_rate(1e-3)), "rest": jstep.adam(1e-3)},
+        {
+            "matrix": jstep.chain(jstep.orthogonalize(), jstep.scale_by_learning_rate(1e-3)),
+            "rest": jstep.adam(1e-3),
+        },
         lambda path, leaf: "matrix" if leaf.ndim == 2 else "rest",
     ),
 }
@@ -31,10 +37,12 @@ def check_collectives(name, layout, program, shapes):
     found, param_bytes = collectives(program.as_text()), total_bytes(jax.eval_shape(params))
     total = sum(one.bytes for one in found.values())
     assert "all-to-all" not in found or found["all-to-all"].bytes < 0.1 * param_bytes, found
-    # One reduction of all gradients; sharded slots or parameters add one gather of all parameters, FSDP another one.
+    # One reduction of all gradients; sharded slots or parameters add one gather of all parameters,
+    # FSDP another one.
     expected = {"replicated": 1.0, "zero1": 2.0, "fsdp": 3.0}[layout]
     if name in MATRICES and layout != "replicated":
-        # Matrices are gathered for the products: all slots once, parameters and gradients up to four times.
+        # Matrices are gathered for the products: all slots once, parameters and gradients up to
+        # four times.
         expected = max(12.0, 4.0 + total_bytes(shapes.slots) / param_bytes)
         number = sum(one.number for one in found.values())
         assert number < 100, found
@@ -51,7 +59,9 @@ def test_on_tpus(name):
     for layout in LAYOUTS:
         optimizer = MAKERS[name]()
         shapes = state(optimizer, mesh, layout)
-        check_collectives(name, layout, compiled(jstep.minimize(loss, optimizer), shapes, *batch(mesh)), shapes)
+        check_collectives(
+            name, layout, compiled(jstep.minimize(loss, optimizer), shapes, *batch(mesh)), shapes
+        )
 
 
 @pytest.mark.gpu_compiler
@@ -61,4 +71,6 @@ def test_on_gpus(name):
     for layout in LAYOUTS:
         optimizer = MAKERS[name]()
         shapes = state(optimizer, mesh, layout)
-        check_collectives(name, layout, compiled(jstep.minimize(loss, optimizer), shapes, *batch(mesh)), shapes)
+        check_collectives(
+            name, layout, compiled(jstep.minimize(loss, optimizer), shapes, *batch(mesh)), shapes
+        )

@@ -10,7 +10,8 @@ from processes import python
 pytestmark = [
     pytest.mark.tpu_compiler,
     pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install jax[tpu]"
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu is not installed: pip install jax[tpu]",
     ),
 ]
 
@@ -25,7 +26,8 @@ ENVIRONMENT = {
 
 
 def saved_fraction(model, optimizer, layout):
-    """Return the saved fraction of the slots' bytes, measured in a subprocess because libtpu may abort."""
+    """Return the saved fraction of the slots' bytes, measured in a subprocess because libtpu may
+    abort."""
     out = python(SCRIPT, model, optimizer, layout, timeout=None, **ENVIRONMENT)
     return json.loads(out.splitlines()[-1])
 

@@ -1,4 +1,5 @@
-"""Program size of SOAP: it depends on the number of distinct shapes, not on the number of matrices or their rows."""
+"""Program size of SOAP: it depends on the number of distinct shapes, not on the number of matrices
+or their rows."""
 
 import jax.numpy as jnp
 import pytest
@@ -17,7 +18,9 @@ def program(mesh, *shapes, slot_axis=None):
         return {f"w{i}": jnp.zeros(shape) for i, shape in enumerate(shapes)}
 
     state = jstep.TrainState.create(params, OPTIMIZER, mesh=mesh, slot_axis=slot_axis)
-    step = jstep.TrainStep(lambda state, grads: (jstep.apply_gradients(state, grads, OPTIMIZER), {}))
+    step = jstep.TrainStep(
+        lambda state, grads: (jstep.apply_gradients(state, grads, OPTIMIZER), {})
+    )
     return compiled(step, state, state.params), state
 
 

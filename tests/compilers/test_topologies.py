@@ -33,8 +33,19 @@ print(jstep.cost(step, state).fits, jnp.ones(2).sum())
 @pytest.mark.parametrize(
     ("name", "count", "hosts"),
     [
-        *[("v2:2x2", 8, 1), ("v3:2x2", 8, 1), ("v4:2x2x2", 8, 2), ("v5e:1x1", 1, 1), ("v5e:2x4", 8, 2)],
-        *[("v5p:4x4x4", 64, 16), ("v6e:16x16", 256, 64), ("tpu7x:2x2x1", 8, 1), ("v5e:4x4*2", 32, 8)],
+        *[
+            ("v2:2x2", 8, 1),
+            ("v3:2x2", 8, 1),
+            ("v4:2x2x2", 8, 2),
+            ("v5e:1x1", 1, 1),
+            ("v5e:2x4", 8, 2),
+        ],
+        *[
+            ("v5p:4x4x4", 64, 16),
+            ("v6e:16x16", 256, 64),
+            ("tpu7x:2x2x1", 8, 1),
+            ("v5e:4x4*2", 32, 8),
+        ],
         *[("v4:1x1x1", 1, 1), ("v5p:1x1x1", 1, 1)],
     ],
 )
@@ -49,7 +60,13 @@ def test_meshes_of_tpu_slices(name, count, hosts):
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize(
     ("name", "count", "hosts"),
-    [("a100:16", 16, 1), ("h100:8", 8, 1), ("h100:4x8", 32, 4), ("h200:2x8", 16, 2), ("b200:1", 1, 1)],
+    [
+        ("a100:16", 16, 1),
+        ("h100:8", 8, 1),
+        ("h100:4x8", 32, 4),
+        ("h200:2x8", 16, 2),
+        ("b200:1", 1, 1),
+    ],
 )
 def test_meshes_of_gpu_clusters(name, count, hosts):
     mesh = jstep.topology(name)
@@ -82,7 +99,9 @@ def _check_stderr(name, first, platforms, monkeypatch):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
     code = PROGRAM.format(first=first, name=name)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == ["True", "2.0"]
 
@@ -94,7 +113,9 @@ def test_two_processes_at_once():
     with contextlib.ExitStack() as stack:
         pipe = subprocess.PIPE
         both = [
-            stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+            stack.enter_context(
+                subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+            )
             for _ in range(2)
         ]
         stack.callback(lambda: [process.kill() for process in both])
@@ -106,7 +127,9 @@ def test_two_processes_at_once():
 @pytest.mark.tpu_compiler
 def test_threads_get_equal_meshes():
     found = []
-    threads = [threading.Thread(target=lambda: found.append(jstep.topology("v5e:4x4"))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: found.append(jstep.topology("v5e:4x4"))) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -126,8 +149,11 @@ def test_operations_that_only_trace_or_compile(types, is_set):
         again = jstep.TrainState.create(shapes_of_params, OPTIMIZER, mesh=mesh, slot_axis="data")
         assert jax.tree.leaves(again) == jax.tree.leaves(shapes)
         abstract = jax.eval_shape(lambda: jstep.TrainState.create(params(), OPTIMIZER))
-        assert jax.tree.leaves(jstep.shard_state(abstract, mesh, slot_axis="data")) == jax.tree.leaves(shapes)
-        inside = jax.eval_shape(lambda: jstep.TrainState.create(params, OPTIMIZER, mesh=mesh, slot_axis="data"))
+        sharded = jstep.shard_state(abstract, mesh, slot_axis="data")
+        assert jax.tree.leaves(sharded) == jax.tree.leaves(shapes)
+        inside = jax.eval_shape(
+            lambda: jstep.TrainState.create(params, OPTIMIZER, mesh=mesh, slot_axis="data")
+        )
         assert inside.params["a"].shape == (512, 256)
         rows = jstep.shard_batch(
             [jax.ShapeDtypeStruct((512, 512), jnp.float32), np.zeros((512, 1024), np.float32)], mesh
@@ -159,7 +185,9 @@ def test_operations_that_would_run_raise(tmp_path):
         lambda: jstep.scan_steps(step, 2)(shapes, *batch(mesh, 2)),
         lambda: step.__wrapped__(shapes, *rows),
         lambda: jstep.train(step, shapes, data, 4, checkpoint_dir=tmp_path / "run"),
-        lambda: jstep.train(step, real, data, 4, checkpoint_dir=tmp_path / "run", batch_sharding=sharding),
+        lambda: jstep.train(
+            step, real, data, 4, checkpoint_dir=tmp_path / "run", batch_sharding=sharding
+        ),
         lambda: jstep.prefetch_to_device(iter([np.zeros((8, 2))]), sharding=sharding),
         lambda: jstep.apply_gradients(shapes, shapes.params, OPTIMIZER),
         lambda: jstep.evaluator(lambda *args: {"loss": loss(*args)}, [(1, 2)])(shapes),
@@ -184,11 +212,16 @@ def test_a_state_without_a_mesh():
     bare = jstep.cost(step, abstract, *rows, topology="v5e:2x4")
     placed = jstep.cost(step, state(OPTIMIZER, mesh, "replicated"), *jstep.shard_batch(rows, mesh))
     assert (bare.flops, bare.peak_bytes) == (placed.flops, placed.peak_bytes)
-    arrays = jstep.cost(step, jstep.TrainState.create(params(), OPTIMIZER), *rows, topology="v5e:2x4")
+    arrays = jstep.cost(
+        step, jstep.TrainState.create(params(), OPTIMIZER), *rows, topology="v5e:2x4"
+    )
     assert (arrays.flops, arrays.peak_bytes) == (bare.flops, bare.peak_bytes)
     stacked = [jax.ShapeDtypeStruct((3, *one.shape), one.dtype) for one in rows]
     many = jstep.cost(jstep.scan_steps(step), abstract, *stacked, topology="v5e:2x4")
     assert many.flops == pytest.approx(3 * bare.flops, rel=0.05)
     other = jstep.shard_batch(rows, jstep.topology("v5e:4x4"))
-    with pytest.raises(ValueError, match=r"on different meshes\. Put all of them on one mesh object"):
+    with pytest.raises(
+        ValueError,
+        match=r"on different meshes\. Put all of them on one mesh object",
+    ):
         jstep.cost(step, state(OPTIMIZER, mesh, "replicated"), *other)

@@ -1,4 +1,5 @@
-"""A scanned, rematerialized transformer with FSDP and tensor parallelism on a v5p pod, two v5e slices, and GPUs."""
+"""A scanned, rematerialized transformer with FSDP and tensor parallelism on a v5p pod, two v5e
+slices, and GPUs."""
 
 import math
 
@@ -54,7 +55,9 @@ def loss_on(mesh):
         return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
 
     def loss(params, tokens):
-        x = jax.lax.with_sharding_constraint(params["embed"].astype(jnp.bfloat16)[tokens[:, :-1]], rows)
+        x = jax.lax.with_sharding_constraint(
+            params["embed"].astype(jnp.bfloat16)[tokens[:, :-1]], rows
+        )
         x, _ = jax.lax.scan(jax.checkpoint(block), x, params["layers"])
         logits = (x @ params["unembed"].astype(x.dtype)).astype(jnp.float32)
         picked = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
@@ -64,7 +67,9 @@ def loss_on(mesh):
 
 
 def program(mesh, model=None, rows=2, **kwargs):
-    optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(jstep.cosine_decay(1e-3, 1000)))
+    optimizer = jstep.chain(
+        jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(jstep.cosine_decay(1e-3, 1000))
+    )
     step = jstep.minimize(loss_on(mesh), optimizer, **kwargs)
     state = jstep.TrainState.create(weights, optimizer, mesh=mesh, param_specs=specs(model))
     tokens = jax.ShapeDtypeStruct((rows * mesh.shape["data"], LENGTH + 1), np.int32)
@@ -78,15 +83,18 @@ def test_on_a_tpu_pod():
     done = compiled(step, state, tokens)
     check(done, state)
     found = collectives(done.as_text())
-    # Each device gathers its share of all columns in the forward and in the backward pass, in bfloat16; some of it in
-    # pieces, between matrix products.
+    # Each device gathers its share of all columns in the forward and in the backward pass, in
+    # bfloat16; some of it in pieces, between matrix products.
     shares = []
     for leaf in jax.tree.leaves(state.params):
         spec = P(*("model" if axis == "model" else None for axis in leaf.sharding.spec))
         shares.append(leaf.update(sharding=NamedSharding(mesh, spec)))
-    gathered = sum(found[kind].bytes for kind in ("all-gather", "collective-permute") if kind in found)
+    gathered = sum(
+        found[kind].bytes for kind in ("all-gather", "collective-permute") if kind in found
+    )
     assert gathered < 1.1 * sum(map(bytes_per_device, shares)), found
-    # The columns of the embedding are sharded, so the looked-up rows need an all-to-all, and so does their gradient.
+    # The columns of the embedding are sharded, so the looked-up rows need an all-to-all, and so
+    # does their gradient.
     rows = 2 * LENGTH * WIDTH * 2
     assert "all-to-all" not in found or found["all-to-all"].bytes <= 2 * rows, found
     assert done.memory_analysis().peak_memory_in_bytes < 2**30
@@ -94,7 +102,9 @@ def test_on_a_tpu_pod():
 
 @pytest.mark.gpu_compiler
 def test_on_several_gpu_hosts():
-    step, state, tokens = program(jstep.topology("h100:2x8", {"data": 8, "model": 2}), "model", num_microbatches=2)
+    step, state, tokens = program(
+        jstep.topology("h100:2x8", {"data": 8, "model": 2}), "model", num_microbatches=2
+    )
     done = compiled(step, state, tokens)
     check(done, state)
     assert {"all-gather", "all-reduce"} <= set(collectives(done.as_text()))
@@ -116,5 +126,7 @@ def test_microbatches_move_no_rows():
     assert kinds(mesh, "replicated") == {"all-reduce"}
     assert not {"all-to-all", "collective-permute"} & (kinds(mesh, "zero1") | kinds(mesh, "fsdp"))
     scanned = jstep.scan_steps(STEP, 2)
-    found = collectives(compiled(scanned, state(OPTIMIZER, mesh, "replicated"), *batch(mesh, 2)).as_text())
+    found = collectives(
+        compiled(scanned, state(OPTIMIZER, mesh, "replicated"), *batch(mesh, 2)).as_text()
+    )
     assert set(found) == {"all-reduce"}

@@ -21,7 +21,9 @@ def rows_of(capsys, monkeypatch, *arguments):
     head, line, *rows = capsys.readouterr().out.splitlines()
     assert set(line) == {"|", "-"}
     names = [name.strip() for name in head.strip("|").split("|")]
-    return [dict(zip(names, map(str.strip, row.strip("|").split("|")), strict=True)) for row in rows]
+    return [
+        dict(zip(names, map(str.strip, row.strip("|").split("|")), strict=True)) for row in rows
+    ]
 
 
 @contextlib.contextmanager
@@ -54,7 +56,16 @@ def test_the_script_reports_what_does_not_fit(capsys, monkeypatch):
 @pytest.mark.gpu_compiler
 def test_the_script_supports_gpus(capsys, monkeypatch):
     found = rows_of(
-        capsys, monkeypatch, "--model", "small", "--topology", "h100:8", "--layout", "fsdp", "--layout", "fsdp+host"
+        capsys,
+        monkeypatch,
+        "--model",
+        "small",
+        "--topology",
+        "h100:8",
+        "--layout",
+        "fsdp",
+        "--layout",
+        "fsdp+host",
     )
     (row,) = found  # compile-only GPUs have no host memory
     assert (row["layout"], row["fits"]) == ("fsdp", "yes")

@@ -1,7 +1,9 @@
-"""Drawn programs: hooks that act and fail, several savers, signals, batches that change; the run ends as a plain one.
+"""Drawn programs: hooks that act and fail, several savers, signals, batches that change; the run
+ends as a plain one.
 
-Each fault of a program happens once, at a drawn step; the run is started again until it ends. Whatever happened, it
-must end with the bits of the run without faults, apply `end` once, and leave the checkpoint of each complete start.
+Each fault of a program happens once, at a drawn step; the run is started again until it ends.
+Whatever happened, it must end with the bits of the run without faults, apply `end` once, and leave
+the checkpoint of each complete start.
 """
 
 import collections
@@ -103,7 +105,8 @@ class Program:
         return self.structure(x)
 
     def halve(self, step: int, state: Any, metrics: Any) -> Any:
-        """Returns a state in memory of its own at some steps, and fills that again at the others."""
+        """Returns a state in memory of its own at some steps, and fills that again at the
+        others."""
         self.memory[:] = np.nan
         if step not in self.halves:
             return None
@@ -121,7 +124,11 @@ class Program:
             def end(self, step: int, state: Any) -> Any:
                 program.maybe("end", step)
                 program.examples = self._run.examples
-                return state.replace(params=jax.tree.map(lambda x: 3 * x, state.params)) if program.ends else None
+                return (
+                    state.replace(params=jax.tree.map(lambda x: 3 * x, state.params))
+                    if program.ends
+                    else None
+                )
 
             def close(self) -> None:
                 step = self._run.step
@@ -152,7 +159,9 @@ class Program:
         ]
         if directory is not None:
             check = (lambda step: program.maybe("save", step),)
-            found.insert(0, jstep.CheckpointSaverHook(directory / "second", save_steps=4, before_save=check))
+            found.insert(
+                0, jstep.CheckpointSaverHook(directory / "second", save_steps=4, before_save=check)
+            )
         return found
 
     def start(self, directory: Path | None = None) -> jstep.TrainState:
@@ -189,7 +198,8 @@ def check_program(seed: int, directory: Path) -> None:
         # The last evaluation is a part of the end, before which a checkpoint is saved.
         is_at_end = str(error) == "evaluate" and step == program.last and step % EVALUATED_EVERY
         if str(error) in WITHIN_ITERATIONS and not is_at_end:
-            # What was saved at an earlier boundary: by this start when it was due, or by the one before.
+            # What was saved at an earlier boundary: by this start when it was due, or by the one
+            # before.
             due = (step - 1) // program.saves * program.saves if program.saves else 0
             expected_step = max(due, before or 0) or None
         saved = jstep.Saver(directory / "own").latest_step()
@@ -250,14 +260,15 @@ except jstep.Preempted:
     except RuntimeError as error:
         print("again", error, flush=True)
 print("ended", how, Calls.ends, jstep.Saver(directory).latest_step() == Calls.ends[-1], flush=True)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("how", ["end", "signal", "late"])
 def test_two_processes_of_which_one_is_slow(how: str, seed: int, tmp_path: Path) -> None:
-    """Both make the same calls, whatever either of them measured, and leave at one step with a checkpoint."""
+    """Both make the same calls, whatever either of them measured, and leave at one step with a
+    checkpoint."""
     output = run_all(SLOW, 2, str(tmp_path), str(seed), how)
     found = [printed(lines, "ended") for lines in output]
     assert found[0] is not None

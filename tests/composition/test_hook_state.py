@@ -17,7 +17,16 @@ STEPS_PER_RUN = 3
 def train(last_step, hooks, directory, **kwargs):
     state = jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER)
     batches = [np.ones(2, np.float32)] * 40
-    return jstep.train(STEP, state, batches, last_step, hooks=hooks, checkpoint_dir=directory, progress=False, **kwargs)
+    return jstep.train(
+        STEP,
+        state,
+        batches,
+        last_step,
+        hooks=hooks,
+        checkpoint_dir=directory,
+        progress=False,
+        **kwargs,
+    )
 
 
 def results_at(step):
@@ -65,7 +74,9 @@ CALLBACKS = {
     "stop a": lambda: jstep.EarlyStopping("a", patience=30, mode="min"),
     "stop b": lambda: jstep.EarlyStopping("b", patience=30, mode="max"),
     "keyed": lambda: jstep.EarlyStopping("a", patience=30, mode="min", key="mine"),
-    "plateau a": lambda: jstep.ReduceOnPlateau("a", "learning_rate", factor=0.9, patience=30, mode="min"),
+    "plateau a": lambda: jstep.ReduceOnPlateau(
+        "a", "learning_rate", factor=0.9, patience=30, mode="min"
+    ),
     "recorder": Recorder,
     "other": Other,
     "recorder of another module": recorder_of_another_module,
@@ -92,7 +103,9 @@ def expected_steps(name, parts):
     steps = []
     for number, part in enumerate(parts):
         steps = (
-            steps + list(range(number * STEPS_PER_RUN + 1, (number + 1) * STEPS_PER_RUN + 1)) if name in part else []
+            steps + list(range(number * STEPS_PER_RUN + 1, (number + 1) * STEPS_PER_RUN + 1))
+            if name in part
+            else []
         )
     return steps
 
@@ -105,7 +118,9 @@ def test_callbacks_restore_their_own_state(seed, steps_per_call, tmp_path):
     for number, part in enumerate(parts):
         then = {name: CALLBACKS[name]() for name in part}
         hook = jstep.EvaluationHook(
-            lambda state: results_at(jstep.global_step(state)), every_n_steps=1, callbacks=list(then.values())
+            lambda state: results_at(jstep.global_step(state)),
+            every_n_steps=1,
+            callbacks=list(then.values()),
         )
         train((number + 1) * STEPS_PER_RUN, [hook], tmp_path, steps_per_call=steps_per_call)
         for name, one in then.items():
@@ -117,7 +132,11 @@ def evaluation(prefix, key=None):
     """Return an evaluation hook; all have the same callbacks."""
     then = [jstep.EarlyStopping("a", patience=30, mode="min"), Recorder()]
     hook = jstep.EvaluationHook(
-        lambda state: results_at(jstep.global_step(state)), every_n_steps=1, prefix=prefix, key=key, callbacks=then
+        lambda state: results_at(jstep.global_step(state)),
+        every_n_steps=1,
+        prefix=prefix,
+        key=key,
+        callbacks=then,
     )
     hook.stop, hook.recorder = then
     return hook
@@ -148,7 +167,10 @@ def test_hooks_restore_their_own_state(seed, tmp_path):
                 assert one.seen == steps, (name, parts)
             elif isinstance(one, jstep.EvaluationHook):
                 assert one.recorder.seen == steps, (name, parts)
-                assert one.stop.get_state() == standalone_state(CALLBACKS["stop a"], steps), (name, parts)
+                assert one.stop.get_state() == standalone_state(CALLBACKS["stop a"], steps), (
+                    name,
+                    parts,
+                )
 
 
 def test_callbacks_of_one_class_are_identified_by_settings(tmp_path):
@@ -163,7 +185,10 @@ def test_callbacks_of_one_class_are_identified_by_settings(tmp_path):
 
     def run(last_step, then):
         hook = jstep.EvaluationHook(
-            lambda state: results_at(jstep.global_step(state)), every_n_steps=1, callbacks=then, prefix="x"
+            lambda state: results_at(jstep.global_step(state)),
+            every_n_steps=1,
+            callbacks=then,
+            prefix="x",
         )
         train(last_step, [hook], tmp_path)
         return then

@@ -1,4 +1,5 @@
-"""Randomly nested optimizers and random trees: slot names, structure, skipped steps, and leaves that are alone."""
+"""Randomly nested optimizers and random trees: slot names, structure, skipped steps, and leaves
+that are alone."""
 
 import contextlib
 
@@ -29,7 +30,9 @@ PLAIN = [
 ]
 CHAINS = [
     lambda one: jstep.chain(jstep.clip_gradients(by_global_norm=1.0), one),
-    lambda one: jstep.chain(jstep.clip_gradients(adaptive=0.1), jstep.add_noise(1e-3, 0.5, KEY), one),
+    lambda one: jstep.chain(
+        jstep.clip_gradients(adaptive=0.1), jstep.add_noise(1e-3, 0.5, KEY), one
+    ),
 ]
 MASKED_CHAINS = [
     lambda one: jstep.chain(one, jstep.decay_weights(jstep.held("decay", 1e-3), ["*"])),
@@ -73,7 +76,8 @@ optimizers = st.recursive(
 
 
 def build(plan):
-    """Return the optimizer of a plan; reject plans with slots or hyperparameters of the same name."""
+    """Return the optimizer of a plan; reject plans with slots or hyperparameters of the same
+    name."""
     make, *inner = plan
     if not inner:
         return make()
@@ -108,16 +112,27 @@ def is_trained(plan, path):
 
 
 def hides_loss_scale(plan, is_outermost=True):
-    """Return whether a loss scale is inside a partition, a chain, `update_every` or another loss scale."""
+    """Return whether a loss scale is inside a partition, a chain, `update_every` or another loss
+    scale."""
     if plan[0] is jstep.dynamic_loss_scale and not is_outermost:
         return True
-    is_outermost &= plan[0] not in (partitioned, EVERY, jstep.dynamic_loss_scale, *CHAINS, *MASKED_CHAINS)
+    is_outermost &= plan[0] not in (
+        partitioned,
+        EVERY,
+        jstep.dynamic_loss_scale,
+        *CHAINS,
+        *MASKED_CHAINS,
+    )
     return any(hides_loss_scale(one, is_outermost) for one in inner_plans(plan))
 
 
 def first_error(plan, params):
     """Return a pattern of the error that creation or the first update must raise, or None."""
-    paths = [path for path, leaf in trees.leaves_with_paths(params) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    paths = [
+        path
+        for path, leaf in trees.leaves_with_paths(params)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
     if not paths:
         return "matches" if has_mask(plan) else "No gradients provided"
     if hides_loss_scale(plan):
@@ -152,7 +167,9 @@ def shapes_and_dtypes(tree):
 
 @examples(40)
 @hypothesis.given(optimizers, trees_of_params, st.booleans())
-@hypothesis.example((partitioned, [(jstep.dynamic_loss_scale, (PLAIN[0],))]), {"a": jnp.ones(3)}, False)
+@hypothesis.example(
+    (partitioned, [(jstep.dynamic_loss_scale, (PLAIN[0],))]), {"a": jnp.ones(3)}, False
+)
 @hypothesis.example((MASKED[0], (PLAIN[0],)), {"a": jnp.array([1, 2])}, False)
 def test_slot_names_are_known_and_structure_is_preserved(plan, params, guarded):
     optimizer = build(plan)
@@ -161,7 +178,9 @@ def test_slot_names_are_known_and_structure_is_preserved(plan, params, guarded):
     grads = jax.tree.map(gradient, params)
     with raises(error):
         state = jax.eval_shape(lambda p: jstep.TrainState.create(p, optimizer), params)
-        new = jax.eval_shape(lambda s, g: jstep.apply_gradients(s, g, optimizer, scaled=True), state, grads)
+        new = jax.eval_shape(
+            lambda s, g: jstep.apply_gradients(s, g, optimizer, scaled=True), state, grads
+        )
     if error is not None:
         return
     roles = roles_of(optimizer, state.params)
@@ -176,9 +195,13 @@ def test_slot_names_are_known_and_structure_is_preserved(plan, params, guarded):
 @examples(15)
 @hypothesis.given(plan=optimizers, other=optimizers)
 def test_a_leaf_is_updated_by_its_own_optimizer_alone_and_resumes(plan, other, tmp_path_factory):
-    """Whatever the other label has, whose name begins alike: the leaf is as if the rest were frozen."""
+    """Whatever the other label has, whose name begins alike: the leaf is as if the rest were
+    frozen."""
     params = {"a": jnp.linspace(-1.0, 1.0, 6).reshape(2, 3), "bb": jnp.ones(3)}
-    if any(first_error(one, params) or hides_loss_scale(one, False) or has_mask(one) for one in (plan, other)):
+    if any(
+        first_error(one, params) or hides_loss_scale(one, False) or has_mask(one)
+        for one in (plan, other)
+    ):
         return
     if is_trained(plan, "a") and is_trained(other, "bb"):
         check_alone(plan, other, params, tmp_path_factory)
@@ -186,16 +209,25 @@ def test_a_leaf_is_updated_by_its_own_optimizer_alone_and_resumes(plan, other, t
 
 def test_a_leaf_beside_others(tmp_path_factory):
     params = {"a": jnp.linspace(-1.0, 1.0, 6).reshape(2, 3), "bb": jnp.ones(3)}
-    check_alone((jstep.lookahead, (PLAIN[2],)), (partitioned, [(PLAIN[1],), (PLAIN[5],)]), params, tmp_path_factory)
+    check_alone(
+        (jstep.lookahead, (PLAIN[2],)),
+        (partitioned, [(PLAIN[1],), (PLAIN[5],)]),
+        params,
+        tmp_path_factory,
+    )
 
 
 def check_alone(plan, other, params, tmp_path_factory):
     parts = {"x": build(plan), "x/y": build(other)}
-    both = without_collision(lambda: jstep.partition(parts, lambda path, leaf: "x" if path == "a" else "x/y"))
+    both = without_collision(
+        lambda: jstep.partition(parts, lambda path, leaf: "x" if path == "a" else "x/y")
+    )
     alone = jstep.partition({"x": parts["x"]}, lambda path, leaf: "x" if path == "a" else None)
     found = []
     for optimizer in (both, alone):
-        step = jax.jit(lambda s, g, optimizer=optimizer: jstep.apply_gradients(s, g, optimizer, scaled=True))
+        step = jax.jit(
+            lambda s, g, optimizer=optimizer: jstep.apply_gradients(s, g, optimizer, scaled=True)
+        )
         state = jstep.TrainState.create(params, optimizer)
         for n in range(2):
             state = step(state, jax.tree.map(lambda p: jnp.cos(p + n), params))  # noqa: B023

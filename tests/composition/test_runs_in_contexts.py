@@ -50,7 +50,9 @@ def key():
 
 def make():
     optimizer = jstep.with_moving_average(
-        jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(jstep.cosine_decay(0.1, 20))),
+        jstep.chain(
+            jstep.clip_gradients(by_global_norm=1.0), jstep.adam(jstep.cosine_decay(0.1, 20))
+        ),
         jstep.ExponentialMovingAverage(0.9, num_updates=True),
     )
     state = jstep.TrainState.create({"w": np.ones(4, np.float32)}, optimizer)
@@ -63,7 +65,9 @@ def test_resume_is_bitwise_in_every_context(context, tmp_path):
     with CONTEXTS[context]():
         state, train_step = make()
         data = jstep.batches(ROWS, 8, seed=3)
-        run = functools.partial(jstep.train, train_step, batches=data, progress=False, save_checkpoint_secs=None)
+        run = functools.partial(
+            jstep.train, train_step, batches=data, progress=False, save_checkpoint_secs=None
+        )
         uninterrupted = run(make()[0], last_step=8)
         run(state, last_step=4, checkpoint_dir=tmp_path)
         resumed = run(make()[0], last_step=8, checkpoint_dir=tmp_path)

@@ -1,4 +1,5 @@
-"""The role of a slot is determined by the optimizer that created it, never by its name or position."""
+"""The role of a slot is determined by the optimizer that created it, never by its name or
+position."""
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +14,21 @@ PLAIN = ("s1", "s2", "s3", "s4", "s5", "s6/x")
 
 
 def counting(names, kind):
-    """Return a descent whose rate depends on counters in its slots: changing a slot changes the parameters."""
+    """Return a descent whose rate depends on counters in its slots: changing a slot changes the
+    parameters."""
 
     def init(params, global_step=0):
         if kind == "trees":
             return {name: jax.tree.map(jnp.zeros_like, params) for name in names}
-        return {name: jnp.zeros((), jnp.int32 if kind == "integers" else jnp.float32) for name in names}
+        return {
+            name: jnp.zeros((), jnp.int32 if kind == "integers" else jnp.float32) for name in names
+        }
 
     def update(updates, slots, params, step):
         counts = {name: jax.tree.map(lambda x: x + 1, slots[name]) for name in names}
-        total = sum(jnp.max(jax.tree.leaves(tree)[0]).astype(jnp.float32) for tree in counts.values())
+        total = sum(
+            jnp.max(jax.tree.leaves(tree)[0]).astype(jnp.float32) for tree in counts.values()
+        )
         return jax.tree.map(lambda g: -0.01 * total * g, updates), counts
 
     return jstep.Optimizer(init, update, lambda step: {})
@@ -42,8 +48,12 @@ WRAPPERS = {
     "lookahead": lambda one: jstep.lookahead(one, sync_period=2),
     "averages": lambda one: jstep.with_moving_average(one, EMA),
     "averages-of-lookahead": lambda one: jstep.with_moving_average(jstep.lookahead(one, 2), EMA),
-    "chain-beside": lambda one: jstep.skip_nonfinite(jstep.chain(jstep.scale_by_adam(), jstep.scope(one, "x"))),
-    "labels": lambda one: jstep.partition({"a": one, "a/b": jstep.skip_nonfinite(jstep.adam())}, by_label("a", "a/b")),
+    "chain-beside": lambda one: jstep.skip_nonfinite(
+        jstep.chain(jstep.scale_by_adam(), jstep.scope(one, "x"))
+    ),
+    "labels": lambda one: jstep.partition(
+        {"a": one, "a/b": jstep.skip_nonfinite(jstep.adam())}, by_label("a", "a/b")
+    ),
     "labels-turned": lambda one: jstep.partition(
         {"a/b": one, "a": jstep.skip_nonfinite(jstep.adam())}, by_label("a/b", "a")
     ),
@@ -79,17 +89,27 @@ def run(optimizer, **kwargs):
 @pytest.mark.parametrize("kind", ["floats", "integers", "trees"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_names_of_custom_slots_have_no_special_meaning(wrapper, kind):
-    (odd, history), (plain, want) = (run(WRAPPERS[wrapper](counting(names, kind))) for names in (ODD, PLAIN))
-    np.testing.assert_equal(jax.tree.map(np.asarray, odd.params), jax.tree.map(np.asarray, plain.params))
+    (odd, history), (plain, want) = (
+        run(WRAPPERS[wrapper](counting(names, kind))) for names in (ODD, PLAIN)
+    )
+    np.testing.assert_equal(
+        jax.tree.map(np.asarray, odd.params), jax.tree.map(np.asarray, plain.params)
+    )
     assert [sorted(one) for one in history] == [sorted(one) for one in want]
     for one, other in zip(history, want, strict=True):
         np.testing.assert_equal(jax.tree.map(np.asarray, one), jax.tree.map(np.asarray, other))
     rename = dict(zip(PLAIN, ODD, strict=True))
     for name, tree in plain.slots.items():
-        names = {name.removesuffix(p) + o for p, o in rename.items() if name == p or name.endswith("/" + p)} or {name}
+        names = {
+            name.removesuffix(p) + o
+            for p, o in rename.items()
+            if name == p or name.endswith("/" + p)
+        } or {name}
         if name == "start_step":
             names = {OWN_AGE.get(wrapper, name)}
-        np.testing.assert_equal(jax.tree.map(np.asarray, odd.slots[names.pop()]), jax.tree.map(np.asarray, tree))
+        np.testing.assert_equal(
+            jax.tree.map(np.asarray, odd.slots[names.pop()]), jax.tree.map(np.asarray, tree)
+        )
 
 
 # Guards in all positions.
@@ -98,7 +118,9 @@ GUARD = jstep.skip_nonfinite
 
 
 def test_labels_without_gradients_are_not_reported_as_skipped():
-    optimizer = jstep.partition({"a": GUARD(jstep.adam()), "a/b": GUARD(jstep.adam())}, by_label("a", "a/b"))
+    optimizer = jstep.partition(
+        {"a": GUARD(jstep.adam()), "a/b": GUARD(jstep.adam())}, by_label("a", "a/b")
+    )
     state = jstep.TrainState.create(PARAMS, optimizer)
     step = jstep.minimize(loss_fn, optimizer, var_list=["v"])
     state, metrics = step(state, jnp.float32(1.0))
@@ -117,9 +139,15 @@ def test_slots_inside_a_custom_wrapper_keep_their_roles():
             return slots | {"extra": jnp.zeros(())}
 
         def update(updates, slots, params, step):
-            inner_slots = {name.removeprefix("my/"): tree for name, tree in slots.items() if name.startswith("my/")}
+            inner_slots = {
+                name.removeprefix("my/"): tree
+                for name, tree in slots.items()
+                if name.startswith("my/")
+            }
             updates, inner_slots = inner.update(updates, inner_slots, params, step)
-            return updates, {f"my/{name}": tree for name, tree in inner_slots.items()} | {"extra": slots["extra"]}
+            return updates, {f"my/{name}": tree for name, tree in inner_slots.items()} | {
+                "extra": slots["extra"]
+            }
 
         return jstep.Optimizer(init, update, inner.hyperparameters)
 

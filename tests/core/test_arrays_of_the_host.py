@@ -1,4 +1,5 @@
-"""NumPy's arrays wherever they enter: masked ones are refused, byte orders are converted, scalars are arrays."""
+"""NumPy's arrays wherever they enter: masked ones are refused, byte orders are converted, scalars
+are arrays."""
 
 import tempfile
 
@@ -85,7 +86,11 @@ def loaded(x):
 
 
 def hooked(state_of):
-    return run(lambda n: np.ones(4, np.float32), 2, hooks=[jstep.every(1, lambda n, state, m: state_of(state))])
+    return run(
+        lambda n: np.ones(4, np.float32),
+        2,
+        hooks=[jstep.every(1, lambda n, state, m: state_of(state))],
+    )
 
 
 def one_device():
@@ -96,16 +101,24 @@ DOORS = {
     "create": lambda x: make({"a": [x]}).params,
     "create on a mesh": lambda x: jstep.TrainState.create({"w": x}, SGD, mesh=one_device()).params,
     "create of a function": lambda x: jstep.TrainState.create(lambda: {"w": x}, SGD).params,
-    "create, model_state": lambda x: jstep.TrainState.create({"w": 1.0}, SGD, model_state={"m": x}).model_state,
+    "create, model_state": lambda x: (
+        jstep.TrainState.create({"w": 1.0}, SGD, model_state={"m": x}).model_state
+    ),
     "replace": lambda x: make().replace(params={"w": x}).params,
     "with_params": lambda x: make().with_params({"w": x}).params,
-    "a state by hand": lambda x: STEP(jstep.TrainState({"w": x}, {}, jnp.int32(0)), np.float32(1))[0].params,
-    "shard_state": lambda x: jstep.shard_state(jstep.TrainState({"w": x}, {}, jnp.int32(0)), one_device()).params,
+    "a state by hand": lambda x: (
+        STEP(jstep.TrainState({"w": x}, {}, jnp.int32(0)), np.float32(1))[0].params
+    ),
+    "shard_state": lambda x: (
+        jstep.shard_state(jstep.TrainState({"w": x}, {}, jnp.int32(0)), one_device()).params
+    ),
     "batches": lambda x: jstep.batches(x, 4, seed=0)[0],
     "batches of a list": lambda x: jstep.batches({"a": [x, x], "b": [1, 2]}, 2, seed=0)[0],
     "batches of nested lists": lambda x: jstep.batches([[x, x], [x, x]], 2, seed=0)[0],
     "batches of items": lambda x: jstep.batches(Items(x), 2, seed=0)[0],
-    "mixture": lambda x: jstep.mixture({"a": x, "b": np.arange(4, dtype=np.float32)}, 4, {"a": 1, "b": 1})[0],
+    "mixture": lambda x: jstep.mixture(
+        {"a": x, "b": np.arange(4, dtype=np.float32)}, 4, {"a": 1, "b": 1}
+    )[0],
     "a step": lambda x: STEP(make(), x)[1]["loss"],
     "a step that is not compiled": lambda x: jstep.minimize(loss_of, SGD, jit=False)(make(), x)[1],
     "scan_steps": lambda x: jstep.scan_steps(STEP)(make(), x[None])[1]["loss"],
@@ -117,7 +130,9 @@ DOORS = {
     "prefetch": lambda x: next(iter(jstep.prefetch_to_device(iter([{"a": x}])))),
     "shard_batch": lambda x: jstep.shard_batch({"a": x}, one_device()),
     "evaluator": lambda x: jstep.evaluator(lambda p, x: {"m": x}, [x])(make()),
-    "accuracy": lambda x: jstep.metrics.accuracy(np.eye(4, dtype=np.float32), np.arange(4), weights=x).compute(),
+    "accuracy": lambda x: jstep.metrics.accuracy(
+        np.eye(4, dtype=np.float32), np.arange(4), weights=x
+    ).compute(),
     "f1": lambda x: jstep.metrics.f1(x, np.array([0, 1, 1, 0])).compute(),
     "auc": lambda x: jstep.metrics.auc(x, np.array([0, 1, 1, 0]), num_thresholds=2).compute(),
     "scalars": lambda x: str(jstep.summary.scalar(["a", "b", "c", "d"], x)),
@@ -127,7 +142,9 @@ DOORS = {
     "clip_by_norm": lambda x: jstep.clip_by_norm(x, 1.0),
     "global_norm": lambda x: jstep.global_norm([x]),
     "lookup, table": lambda x: jstep.lookup(x[:, None], [0, 1]),
-    "lookup, ids": lambda x: jstep.lookup(jnp.ones((5, 2)), x.astype(x.dtype.str.replace("f", "i"))),
+    "lookup, ids": lambda x: jstep.lookup(
+        jnp.ones((5, 2)), x.astype(x.dtype.str.replace("f", "i"))
+    ),
     "slices": lambda x: jstep.IndexedSlices(x[:, None], np.arange(4), (4, 1)).to_dense(),
     "layer_norms": lambda x: jstep.layer_norms({"a": x}),
     "fingerprint": lambda x: jstep.fingerprint({"w": x}),
@@ -175,7 +192,8 @@ def test_another_byte_order_is_converted(door):
     found, wanted = DOORS[door](swapped), DOORS[door](X)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        if isinstance(one, np.ndarray) and door != "saver, target":  # a NumPy target has the dtype that it has
+        if isinstance(one, np.ndarray) and door != "saver, target":
+            # A NumPy target has the dtype that it has.
             assert one.dtype.isnative
         assert np.array_equal(one, other), (one, other)
 

@@ -32,7 +32,9 @@ def function(a: int, b: int = 2, *rest: int, c: int = 3, **more: int) -> None:
         (2, (1,), {"c": 4, "d": 8}, "function(1, c=4, d=8)"),
     ],
 )
-def test_calls(positional: int, args: tuple[Any, ...], kwargs: dict[str, Any], expected: str) -> None:
+def test_calls(
+    positional: int, args: tuple[Any, ...], kwargs: dict[str, Any], expected: str
+) -> None:
     assert repr(RecordedCall(function, positional, args, kwargs)) == expected
 
 
@@ -97,6 +99,8 @@ def test_an_optimizer_of_ones_own_is_no_call_of_jstep() -> None:
 
 
 def test_functions_that_remember_their_call_are_copied_as_functions() -> None:
-    made: Callable[..., Any] = RememberedFunction(lambda x, y=0: x - y, RecordedCall(function, 0, (1,), {}))
+    made: Callable[..., Any] = RememberedFunction(
+        lambda x, y=0: x - y, RecordedCall(function, 0, (1,), {})
+    )
     assert repr(copy.deepcopy(made)) == repr(made)
     assert (made(3, y=1), repr(made), as_typed(made)) == (2, "function(a=1)", "function(a=1)")

@@ -39,12 +39,19 @@ def test_scalars_that_are_arrays_stay_arrays() -> None:
 
 def test_scalars_on_a_mesh_become_python_numbers() -> None:
     mesh = jax.make_mesh((1,), ("data",))
-    on_mesh = jax.device_put(jnp.float32(2), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    on_mesh = jax.device_put(
+        jnp.float32(2), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    )
     assert type(as_scalar(on_mesh, "x")) is float
 
 
 def test_numbers_as_text() -> None:
-    assert [checks.format_count(n) for n in (0, 999, 1000, 1234567)] == ["0", "999", "1 000", "1 234 567"]
+    assert [checks.format_count(n) for n in (0, 999, 1000, 1234567)] == [
+        "0",
+        "999",
+        "1 000",
+        "1 234 567",
+    ]
 
 
 @pytest.mark.parametrize("make", [float, np.float32, np.array, jnp.float32])
@@ -64,18 +71,26 @@ def test_scalars_are_in_their_range(make: Callable[[float], object]) -> None:
 
 def test_the_difference_of_two_trees_has_one_text() -> None:
     old = {"w": np.ones((2, 3), np.float32), "wide": {"w": np.ones(2, np.int32)}, "b": 1.0}
-    assert describe_difference({**old, "b": 2.0}, old) == describe_difference(dict(reversed(old.items())), old) == ""
+    assert (
+        describe_difference({**old, "b": 2.0}, old)
+        == describe_difference(dict(reversed(old.items())), old)
+        == ""
+    )
     new = {"w": old["w"], "wide": {"v": 1, "u": 2}, "b": 1.0}
     assert describe_difference(new, old) == "without 'wide/w'; with 'wide/u', 'wide/v'"
     assert (
         describe_difference({**old, "w": np.ones((3, 2), np.int8)}, old)
         == "whose 'w' is int8[3,2] instead of float32[2,3]"
     )
-    assert describe_difference({**old, "b": np.float32(1)}, old) == "whose 'b' is float32[] instead of float[]"
+    assert describe_difference({**old, "b": np.float32(1)}, old) == (
+        "whose 'b' is float32[] instead of float[]"
+    )
 
 
 def test_a_list_in_a_message_has_twenty_entries_at_most() -> None:
     names = [f"w{i}" for i in range(21)]
     assert checks.format_items("missing", []) == ""
     assert checks.format_items("missing", names[:20]) == f"; missing (20): {', '.join(names[:20])}"
-    assert checks.format_items("missing", names) == f"; missing (21): {', '.join(names[:20])} and 1 more"
+    assert checks.format_items("missing", names) == (
+        f"; missing (21): {', '.join(names[:20])} and 1 more"
+    )

@@ -1,4 +1,5 @@
-"""Threads inherit the JAX contexts of the thread that starts them; internal transfers pass transfer guards."""
+"""Threads inherit the JAX contexts of the thread that starts them; internal transfers pass transfer
+guards."""
 
 import contextlib
 import threading
@@ -56,7 +57,9 @@ def test_settings_of_jax_are_inherited(name):
     assert before != value
     with getattr(jax, name)(value):
         assert in_thread(lambda: read(name)) == value
-        assert in_thread(lambda: read(name), threading.Thread) == before, "a plain thread inherits it already"
+        assert in_thread(lambda: read(name), threading.Thread) == before, (
+            "a plain thread inherits it already"
+        )
     assert in_thread(lambda: read(name)) == before
 
 
@@ -72,13 +75,16 @@ def test_the_mesh_is_inherited(kind):
 
 
 def test_an_abstract_mesh_is_inherited():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,)).abstract_mesh
+    mesh = jax.make_mesh(
+        (8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,)
+    ).abstract_mesh
     with jax.sharding.use_abstract_mesh(mesh):
         assert in_thread(jax.sharding.get_abstract_mesh) == mesh
 
 
 def test_later_updates_of_the_configuration_reach_the_thread():
-    """Only settings changed by a context manager are set in the thread; updates of the others still reach it."""
+    """Only settings changed by a context manager are set in the thread; updates of the others still
+    reach it."""
     started, updated = threading.Event(), threading.Event()
 
     def look():
@@ -129,14 +135,22 @@ CALLS = {
     "lookup": lambda given: jstep.lookup(given.table, given.row),
     "lookup, NumPy": lambda given: jstep.lookup(given.table, np.array([3])),
     "to_dense": lambda given: given.slices.to_dense(),
-    "map_gradients": lambda given: jstep.map_gradients(lambda a, b: a, [given.slices], [None])[0].values,
-    "map_gradients, dense": lambda given: jstep.map_gradients(lambda a, b: a, [given.slices], [given.table]),
-    "gradients": lambda given: jstep.gradients(lambda table: table * table, given.table, np.ones((5, 2), np.float32)),
+    "map_gradients": lambda given: (
+        jstep.map_gradients(lambda a, b: a, [given.slices], [None])[0].values
+    ),
+    "map_gradients, dense": lambda given: jstep.map_gradients(
+        lambda a, b: a, [given.slices], [given.table]
+    ),
+    "gradients": lambda given: jstep.gradients(
+        lambda table: table * table, given.table, np.ones((5, 2), np.float32)
+    ),
     "clip_by_norm": lambda given: jstep.clip_by_norm(given.table, 1.0),
     "hyperparameters": lambda given: HELD.hyperparameters(3),
     "set_hyperparameter": lambda given: jstep.set_hyperparameter(given.state, "learning_rate", 0.5),
     "increment_global_step": lambda given: jstep.increment_global_step(given.state),
-    "apply_gradients": lambda given: jstep.apply_gradients(given.state, {"table": given.slices}, HELD),
+    "apply_gradients": lambda given: jstep.apply_gradients(
+        given.state, {"table": given.slices}, HELD
+    ),
 }
 
 

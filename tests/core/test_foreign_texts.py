@@ -1,4 +1,5 @@
-"""Texts of somebody else: what is logged is printable, and to look for secrets takes linear time."""
+"""Texts of somebody else: what is logged is printable, and to look for secrets takes linear
+time."""
 
 import logging
 
@@ -8,7 +9,10 @@ import jstep
 from jstep.core.logs import logger
 from jstep.core.secret_text import NOT_RECORDED, error_text
 
-LETTERS = ["a", "a.", "a-", "=", "a=", '"', "a='", "Basic ", "Bearer ", "sk-", "://", "a://", "@", "hf_a1", "\n", " "]
+LETTERS = [
+    "a", "a.", "a-", "=", "a=", '"', "a='", "Basic ", "Bearer ", "sk-", "://", "a://", "@", "hf_a1",
+    "\n", " ",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("letters", LETTERS)
@@ -20,7 +24,8 @@ def test_a_long_message_is_searched_in_linear_time(letters):
 
 def test_a_secret_in_a_message_is_found_whatever_is_before_it():
     assert (
-        error_text(ValueError("x" * 100 + " password=hunter2, a.b=c")) == f"{'x' * 100} password={NOT_RECORDED}, a.b=c"
+        error_text(ValueError("x" * 100 + " password=hunter2, a.b=c"))
+        == f"{'x' * 100} password={NOT_RECORDED}, a.b=c"
     )
     assert error_text(ValueError("user-password=hunter2")) == f"user-password={NOT_RECORDED}"
 

@@ -18,12 +18,16 @@ def test_indexed_slices_are_a_pytree():
     leaves, treedef = jax.tree.flatten(slices())
     assert [leaf.shape for leaf in leaves] == [(3, 2), (3,)]
     assert jax.tree.unflatten(treedef, leaves).dense_shape == (5, 2)
-    doubled = jax.jit(lambda s: jstep.IndexedSlices(2 * s.values, s.indices, s.dense_shape))(slices())
+    double = jax.jit(lambda s: jstep.IndexedSlices(2 * s.values, s.indices, s.dense_shape))
+    doubled = double(slices())
     np.testing.assert_array_equal(doubled.values, 2 * slices().values)
     stacked = jax.tree.map(lambda *x: jnp.stack(x), slices(), slices())  # for scan_steps
     assert stacked.values.shape == (2, 3, 2)
     assert jax.eval_shape(slices).dense_shape == (5, 2)
-    paths = [jax.tree_util.keystr(k, simple=True) for k, _ in jax.tree_util.tree_leaves_with_path(slices())]
+    paths = [
+        jax.tree_util.keystr(k, simple=True)
+        for k, _ in jax.tree_util.tree_leaves_with_path(slices())
+    ]
     assert paths == ["values", "indices"]
 
 
@@ -62,10 +66,13 @@ def test_low_precision_tables():
     step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))
     sparse = step(state, {"t": jstep.IndexedSlices(rows, jnp.array([1, 1, 3]), (5, 2))})
     touched = np.array([1, 3])
-    dense = step(state, {"t": jnp.zeros((5, 2)).at[jnp.array([1, 3])].set(jnp.array([[2.0], [1.0]]))})
+    dense = step(
+        state, {"t": jnp.zeros((5, 2)).at[jnp.array([1, 3])].set(jnp.array([[2.0], [1.0]]))}
+    )
     assert sparse.params["t"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(
-        sparse.params["t"].astype(jnp.float32)[touched], dense.params["t"].astype(jnp.float32)[touched]
+        sparse.params["t"].astype(jnp.float32)[touched],
+        dense.params["t"].astype(jnp.float32)[touched],
     )
 
 
@@ -82,14 +89,17 @@ def test_indices_of_a_dtype_that_cannot_hold_the_number_of_rows(dtype, rows):
     np.testing.assert_allclose(jstep.global_norm({"e": sparse}), 5**0.5, rtol=1e-6)
 
 
-# Elementwise programs, evaluated on parts of their arrays; slices that users type as lists, and rows in order.
+# Elementwise programs, evaluated on parts of their arrays; slices that users type as lists, and
+# rows in order.
 
 SHAPE = (4, 3)
 
 
 def elementwise(x, y):
     """A call, a scalar of each shape, and a broadcast."""
-    return jax.jit(lambda z: jnp.where(z > 0.0, jnp.sqrt(jnp.abs(z)), jnp.zeros_like(z)))(x * 2.0 + y)
+    return jax.jit(lambda z: jnp.where(z > 0.0, jnp.sqrt(jnp.abs(z)), jnp.zeros_like(z)))(
+        x * 2.0 + y
+    )
 
 
 def test_a_part_of_an_elementwise_program_is_the_part_of_its_result():

@@ -1,4 +1,5 @@
-"""What jstep reads of JAX's programs beyond their documentation: each thing by its name, in one file."""
+"""What jstep reads of JAX's programs beyond their documentation: each thing by its name, in one
+file."""
 
 import ast
 import functools
@@ -49,7 +50,9 @@ EXAMPLES = [
     lambda x: jax.lax.while_loop(lambda c: c.sum() < 3, lambda c: c + 1, x),
     lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x),
     lambda x: jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos),
-    lambda x: jax.shard_map(on_shards, mesh=mesh(), in_specs=PartitionSpec("data"), out_specs=PartitionSpec())(x),
+    lambda x: jax.shard_map(
+        on_shards, mesh=mesh(), in_specs=PartitionSpec("data"), out_specs=PartitionSpec()
+    )(x),
     lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), PartitionSpec("data"))),
     jax.jit(jnp.sin),
     lambda x: jax.grad(lambda x: jax.checkpoint(jnp.sin)(x).sum())(x),
@@ -58,7 +61,9 @@ EXAMPLES = [
     lambda x: jax.lax.conv(x[None, None], KERNEL, (1, 1), "SAME"),
     lambda x: x.reshape(2, 8) @ x.reshape(8, 2),
     lambda x: jnp.broadcast_to(x, (2, 4, 4)),
-    lambda x: pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x),
+    lambda x: pl.pallas_call(
+        kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True
+    )(x),
     lambda x: (jax.lax.optimization_barrier(x), jnp.split(x, 2), jnp.copy(x)),
     lambda x: jax.lax.rng_uniform(0.0, 1.0, (2,)),
     resharded,
@@ -68,7 +73,8 @@ EXAMPLES = [
     lambda x: jax.ffi.ffi_call("none", x)(x),
     lambda x: (jax.lax.linalg.qr(x), jnp.linalg.svd(x)),
 ]
-"""Functions whose programs have the operations of which jstep reads parameters, or names that are public nowhere."""
+"""Functions whose programs have the operations of which jstep reads parameters, or names that are
+public nowhere."""
 
 PARAMETERS = {
     "scan": "jaxpr length reverse unroll",
@@ -104,7 +110,8 @@ ALIASES = [
 ]
 """Names of one operation in the supported versions of JAX, or inside and outside of a shard_map."""
 OF_OTHER_VERSIONS = {"copy_p", "expand_dims", "pvary", "mesh_cast", "closed_call"}
-"""Names that need not be there: an operation of such a name is read like its neighbours in the same set."""
+"""Names that need not be there: an operation of such a name is read like its neighbours in the same
+set."""
 
 
 @functools.cache
@@ -148,9 +155,13 @@ NAMES = {
 """Module → its sets of names of operations."""
 
 
-@pytest.mark.parametrize(("module", "names"), [(one, name) for one, names in NAMES.items() for name in names.split()])
+@pytest.mark.parametrize(
+    ("module", "names"), [(one, name) for one, names in NAMES.items() for name in names.split()]
+)
 def test_names_are_there(module, names):
-    public = {getattr(primitive, "name", None) for primitive in vars(primitives).values()} | known().keys()
+    public = {
+        getattr(primitive, "name", None) for primitive in vars(primitives).values()
+    } | known().keys()
     for name in getattr(module, names) - OF_OTHER_VERSIONS:
         assert not names_of(name).isdisjoint(public), lacks(f"the operation {name}")
 
@@ -158,7 +169,9 @@ def test_names_are_there(module, names):
 def test_equations_are_as_they_are_read():
     traced = jax.make_jaxpr(jax.grad(lambda x: jnp.sin(x).sum()))(X)
     *_, eqn = traced.jaxpr.eqns
-    assert any("jvp" in jaxprs.name_stack(one) for one in traced.jaxpr.eqns), lacks("source_info.name_stack")
+    assert any("jvp" in jaxprs.name_stack(one) for one in traced.jaxpr.eqns), lacks(
+        "source_info.name_stack"
+    )
     frame = jaxprs.source_frames(eqn)[0]
     for name in ("file_name", "line_num", "function_name"):
         assert hasattr(frame, name), lacks(f"{name} of a frame of source_info.traceback")
@@ -177,7 +190,11 @@ def test_loops_and_shard_maps_are_read():
     scan = first(lambda x: jax.lax.scan(lambda c, y: (c + y + x.sum(), c), x[0], x))
     assert scan.counts == (1, 1)
     assert scan.options == {"length": 4, "reverse": False, "unroll": 1}
-    loop = first(lambda x: (lambda y: jax.lax.while_loop(lambda c: c.sum() < 3, lambda c: c + x + y, x))(jnp.sin(x)))
+    loop = first(
+        lambda x: (lambda y: jax.lax.while_loop(lambda c: c.sum() < 3, lambda c: c + x + y, x))(
+            jnp.sin(x)
+        )
+    )
     assert loop.counts == (0, 2)
     assert loop.options == {}
     assert jaxprs.shard_counts(first(EXAMPLES[4])) == {"data": 1}
@@ -193,7 +210,9 @@ def read_in(module):
         return  # need not be parsed
     for node in nodes_of(MODULES[module]):
         if isinstance(node, ast.Attribute):
-            of_equation = isinstance(node.value, ast.Name | ast.Attribute) and ast.unparse(node.value).endswith("eqn")
+            of_equation = isinstance(node.value, ast.Name | ast.Attribute) and ast.unparse(
+                node.value
+            ).endswith("eqn")
             if node.attr in ("eqns", "source_info", "debug_info") or (
                 of_equation and node.attr in ("primitive", "params")
             ):
@@ -212,8 +231,12 @@ def test_three_files_read_programs():
 
 def test_each_parameter_that_is_read_is_named_here():
     text = MODULES["core.jaxprs"].read_text()
-    read = set(re.findall(r'params(?:\.get\(|\[)"(\w+)"', text)) | set(sum(jaxprs._OPTIONS.values(), ()))
+    read = set(re.findall(r'params(?:\.get\(|\[)"(\w+)"', text)) | set(
+        sum(jaxprs._OPTIONS.values(), ())
+    )
     assert "length" in read
     assert "cond_nconsts" in read
-    named = set(" ".join(PARAMETERS.values()).split()).union(*(names for some in EITHER.values() for names in some))
+    named = set(" ".join(PARAMETERS.values()).split()).union(
+        *(names for some in EITHER.values() for names in some)
+    )
     assert read <= named

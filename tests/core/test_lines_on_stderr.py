@@ -1,4 +1,5 @@
-"""Log lines of runs on standard error: of several runs at once, in each order, and beside users' own handlers."""
+"""Log lines of runs on standard error: of several runs at once, in each order, and beside users'
+own handlers."""
 
 import contextlib
 import itertools
@@ -20,7 +21,9 @@ def test_each_run_shows_its_lines_until_its_end(ending, capsys):
         logger.info("before run %d ends", number)
         runs[number].close()
     logger.info("after all runs")
-    assert capsys.readouterr().err.splitlines() == [f"before run {number} ends" for number in ending]
+    assert capsys.readouterr().err.splitlines() == [
+        f"before run {number} ends" for number in ending
+    ]
     assert (logger.handlers, logger.level, logger.propagate) == ([], logging.NOTSET, True)
 
 

@@ -1,4 +1,5 @@
-"""Which axes a function of jstep and one of the user see, and how meshes and shardings are written."""
+"""Which axes a function of jstep and one of the user see, and how meshes and shardings are
+written."""
 
 import threading
 
@@ -18,7 +19,9 @@ VALUES = np.arange(32.0, dtype=np.float32).reshape(8, 4)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "seen"), [(EXPLICIT, P("x", "y")), (MIXED, P("x", None))], ids=["explicit", "explicit-and-auto"]
+    ("mesh", "seen"),
+    [(EXPLICIT, P("x", "y")), (MIXED, P("x", None))],
+    ids=["explicit", "explicit-and-auto"],
 )
 def test_the_users_function_sees_its_own_axes_within_jsteps_computations(mesh, seen):
     params = {"w": jax.device_put(VALUES, NamedSharding(mesh, P("x", "y"))), "name": "a"}
@@ -80,7 +83,11 @@ def test_the_result_is_computed_on_every_device_of_auto_axes():
     for kind, inside in (("Auto", {AxisType.Manual}), ("Explicit", {AxisType.Explicit})):
         found = []
         with jax.set_mesh(jax.make_mesh((8,), ("x",), axis_types=(AxisType[kind],))):
-            assert jax.jit(lambda x: meshes.replicate_call(fn, x))(jnp.ones(3)).tolist() == [2, 2, 2]
+            assert jax.jit(lambda x: meshes.replicate_call(fn, x))(jnp.ones(3)).tolist() == [
+                2,
+                2,
+                2,
+            ]
         assert found == [inside]
     assert meshes.replicate_call(lambda x, y: x - y, 3, 2) == 1
 
@@ -94,8 +101,16 @@ def test_words_of_meshes_and_shardings():
         f"{P('x', None)} over (x: 4 Explicit, y: 2 Auto) in pinned_host"
     )
     assert meshes.sharding_text(one) == "SingleDeviceSharding"
-    assert meshes.sharding_text(one.with_memory_kind("pinned_host")) == "SingleDeviceSharding in pinned_host"
-    assert [meshes.parts_along(MIXED, axis) for axis in (None, "x", "y", ("x", "y"), ())] == [1, 4, 2, 8, 1]
+    assert meshes.sharding_text(one.with_memory_kind("pinned_host")) == (
+        "SingleDeviceSharding in pinned_host"
+    )
+    assert [meshes.parts_along(MIXED, axis) for axis in (None, "x", "y", ("x", "y"), ())] == [
+        1,
+        4,
+        2,
+        8,
+        1,
+    ]
 
 
 def test_a_thread_that_was_not_started_runs_in_the_contexts_of_its_caller():

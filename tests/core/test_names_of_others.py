@@ -1,4 +1,5 @@
-"""Names of other libraries: the error of `jstep.X` says what jstep has for them, and where it is explained."""
+"""Names of other libraries: the error of `jstep.X` says what jstep has for them, and where it is
+explained."""
 
 import copy
 import inspect
@@ -19,7 +20,12 @@ from source_files import ROOT, text_of
 import jstep
 from jstep.core.public_names import find_hint, pages
 
-ALL = [(page, ours, name) for page, names in pages().items() for ours, their in names.items() for name in their.split()]
+ALL = [
+    (page, ours, name)
+    for page, names in pages().items()
+    for ours, their in names.items()
+    for name in their.split()
+]
 
 
 @pytest.mark.parametrize(
@@ -27,11 +33,13 @@ ALL = [(page, ours, name) for page, names in pages().items() for ours, their in 
     [
         (
             "AdamOptimizer",
-            "module 'jstep' has no attribute 'AdamOptimizer'; use jstep.adam (see docs/from/tf-train.md)",
+            "module 'jstep' has no attribute 'AdamOptimizer'; "
+            "use jstep.adam (see docs/from/tf-train.md)",
         ),
         (
             "MonitoredTrainingSession",
-            "use jstep.Run, or jstep.train for a loop with an empty body (see docs/from/tf-train.md)",
+            "use jstep.Run, or jstep.train for a loop "
+            "with an empty body (see docs/from/tf-train.md)",
         ),
         ("Trainer", "use jstep.train (see docs/from/lightning.md and docs/from/hf-trainer.md)"),
         ("fit", "use jstep.train (see docs/from/keras.md)"),
@@ -44,7 +52,9 @@ ALL = [(page, ours, name) for page, names in pages().items() for ours, their in 
 def test_a_name_of_others_is_explained(name, text):
     with pytest.raises(AttributeError, match=re.escape(text)) as error:
         getattr(jstep, name)
-    assert (error.value.name, error.value.obj) == (name, None), "or Python adds a name of jstep that is similar"
+    assert (error.value.name, error.value.obj) == (name, None), (
+        "or Python adds a name of jstep that is similar"
+    )
     assert not hasattr(jstep, name)
 
 
@@ -55,7 +65,8 @@ def test_for_a_name_that_nobody_has_python_suggests_one():
 
 
 def test_case_is_folded_but_a_row_of_its_own_comes_first():
-    """`Adam` is also `ADAM`, and `Saver` also `saver`; `Adam` and `adamw` mean what their own rows say."""
+    """`Adam` is also `ADAM`, and `Saver` also `saver`; `Adam` and `adamw` mean what their own rows
+    say."""
     assert find_hint("ADAM") == find_hint("Adam") != ""
     assert find_hint("saver") == "; use jstep.Saver"
     assert find_hint("trainstate.STEP") == find_hint("TrainState.step") != ""
@@ -123,20 +134,26 @@ def names(tmp_path_factory):
             "ema": jstep.ExponentialMovingAverage(0.9),
             "runner": jstep.QueueRunner(queue, [len]),
             "run": jstep.Run(train_step, state, lambda n: (), 2),
-            "train": lambda state=state, **options: jstep.train(train_step, state, lambda n: (), 2, **options),
+            "train": lambda state=state, **options: jstep.train(
+                train_step, state, lambda n: (), 2, **options
+            ),
         }
 
 
 @pytest.mark.parametrize("file", ["calls_of_tf_train.txt", "calls_of_others.txt"])
 def test_calls_of_other_libraries_are_told_what_to_type(names, file):
-    """Calls that somebody types who knows another library by heart. Python's own sentence is not an answer."""
+    """Calls that somebody types who knows another library by heart. Python's own sentence is not an
+    answer."""
     bare, calls = {}, list(calls_in(file))
     for call, needed in calls:
         try:
             answer = f"it returned {eval(call, dict(names))!r}"
         except Exception as error:
             answer = str(error)
-        python = re.match(r".*?(unexpected keyword|no attribute|positional argument|multiple values)[^;.]*;?", answer)
+        python = re.match(
+            r".*?(unexpected keyword|no attribute|positional argument|multiple values)[^;.]*;?",
+            answer,
+        )
         if needed not in answer[python.end() if python else 0 :]:
             bare[call] = answer
     assert len(calls) > 100
@@ -157,7 +174,9 @@ def test_the_table_has_the_functions_of_optax_and_the_classes_of_orbax():
     scalings = [name for name in dir(optax) if name.startswith("scale_by_")]
     assert not [name for name in scalings if name not in table and name not in jstep.__all__]
     managers = [
-        name for name in dir(orbax.checkpoint) if re.fullmatch(r"(Standard|PyTree|Json)?Checkpoint(er|Manager)", name)
+        name
+        for name in dir(orbax.checkpoint)
+        if re.fullmatch(r"(Standard|PyTree|Json)?Checkpoint(er|Manager)", name)
     ]
     assert managers
     assert not [name for name in managers if name not in table]
@@ -181,7 +200,8 @@ def test_other_objects_answer_protocols_as_any_object_does(names, make):
 
 
 def test_attributes_that_protocols_look_for_are_not_explained():
-    """IPython, NumPy, copy and pickle ask for names that nobody types: a state answers like any object."""
+    """IPython, NumPy, copy and pickle ask for names that nobody types: a state answers like any
+    object."""
     state = jstep.TrainState.create({"w": 1.0}, jstep.adam())
     for name in ("__array__", "__jax_array__", "_repr_png_", "__setstate_cython__", "_step"):
         with pytest.raises(AttributeError) as error:

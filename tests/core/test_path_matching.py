@@ -7,7 +7,8 @@ def test_what_is_found_missing_and_unused():
     sources = {"a/w": 1, "a": 2, "b": None, "a/w/v": 4}
     matched = match_paths(["a", "a/w/x", None, "b"], sources)
     assert matched.found == [2, None, None, None]
-    assert matched.missing == ["a/w/x"]  # a source that is None is one; a leaf without a name wants none
+    # A source that is None is one; a leaf without a name wants none.
+    assert matched.missing == ["a/w/x"]
     assert matched.unused == ["a/w", "a/w/v"]
 
 

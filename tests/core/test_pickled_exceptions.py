@@ -36,11 +36,19 @@ ERRORS = [
 
 def everything(error: BaseException) -> tuple[object, ...]:
     known = {name: str(value) for name, value in vars(error).items()}
-    return type(error), str(error), known, getattr(error, "code", None), getattr(error, "filename", None)
+    return (
+        type(error),
+        str(error),
+        known,
+        getattr(error, "code", None),
+        getattr(error, "filename", None),
+    )
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("again", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])
+@pytest.mark.parametrize(
+    "again", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy]
+)
 def test_nothing_of_an_exception_is_lost(error, again):
     error.__notes__ = ["jstep: step 3"]
     assert everything(again(error)) == everything(error)

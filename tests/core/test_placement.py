@@ -47,7 +47,9 @@ def test_parts_are_distinct_and_cover_the_array():
     mesh = jax.make_mesh((4, 2), ("x", "y"))
     assert local_parts((8, 2), None) == [((0, 8), (0, 2))]
     assert local_parts((), NamedSharding(mesh, P())) == [()]
-    assert local_parts((0, 8), NamedSharding(mesh, P(None, "x"))) == [((0, 0), (2 * i, 2 * i + 2)) for i in range(4)]
+    assert local_parts((0, 8), NamedSharding(mesh, P(None, "x"))) == [
+        ((0, 0), (2 * i, 2 * i + 2)) for i in range(4)
+    ]
     assert local_parts((8, 2), NamedSharding(mesh, P("y"))) == [((0, 4), (0, 2)), ((4, 8), (0, 2))]
 
 
@@ -62,7 +64,10 @@ def test_arrays_whose_device_jax_may_choose_join_those_that_were_put_on_one():
 
 def test_an_array_goes_back_to_where_the_one_that_it_replaces_is():
     mesh = jax.make_mesh((8,), ("x",))
-    split, there = NamedSharding(mesh, P("x")), NamedSharding(mesh, P("x"), memory_kind="pinned_host")
+    split, there = (
+        NamedSharding(mesh, P("x")),
+        NamedSharding(mesh, P("x"), memory_kind="pinned_host"),
+    )
     made = jnp.arange(8.0)
     for sharding in (split, there):
         found = place_like_old(made, jax.device_put(jnp.zeros(8), sharding))
@@ -96,7 +101,11 @@ def a_mesh(kinds, name="TPU v5"):
 
 def test_the_memory_of_slots_is_one_that_the_devices_have():
     mesh = a_mesh(["device", "pinned_host"])
-    assert [as_memory(kind, mesh) for kind in (None, "device", "pinned_host")] == [None, None, "pinned_host"]
+    assert [as_memory(kind, mesh) for kind in (None, "device", "pinned_host")] == [
+        None,
+        None,
+        "pinned_host",
+    ]
     assert as_memory("hbm", a_mesh(["hbm", "host"])) is None  # their default
     with pytest.raises(ValueError, match="slots_memory") as caught:
         as_memory("far", a_mesh(["device", "host"]))
@@ -109,7 +118,8 @@ def test_shapes_are_refused_where_arrays_are_needed(monkeypatch):
     with pytest.raises(ValueError, match="state and batch") as caught:
         check_no_shapes({"a": array, "b": shape}, "state and batch")
     assert str(caught.value) == (
-        "state and batch: must be arrays, got shapes (jax.ShapeDtypeStruct), which cannot be run; use jstep.cost or "
+        "state and batch: must be arrays, got shapes (jax.ShapeDtypeStruct), "
+        "which cannot be run; use jstep.cost or "
         "lower with them"
     )
     sharding = NamedSharding(jax.make_mesh((8,), ("x",)), P("x"))
@@ -120,6 +130,7 @@ def test_shapes_are_refused_where_arrays_are_needed(monkeypatch):
         with pytest.raises(ValueError, match="only compile") as caught:
             check_not_compile_only([shape, tree], "state")
         assert str(caught.value) == (
-            "state: these 8 'cpu' devices only compile; use jstep.cost or lower with them, and run on devices of this "
+            "state: these 8 'cpu' devices only compile; "
+            "use jstep.cost or lower with them, and run on devices of this "
             "machine"
         )

@@ -119,14 +119,17 @@ def constant_of(value):
 
 def test_constants_of_several_processes_have_their_shape_and_dtype(monkeypatch):
     sharding = NamedSharding(jax.make_mesh((8,), ("x",)), P("x"))
-    one, same, longer, other = (jax.device_put(jnp.full(n, n + i, dtype), sharding) for i, (n, dtype) in enumerate(
-        [(8, float), (8, float), (16, float), (8, int)]
-    ))  # fmt: skip
+    kinds = [(8, float), (8, float), (16, float), (8, int)]
+    one, same, longer, other = (
+        jax.device_put(jnp.full(n, n + i, dtype), sharding) for i, (n, dtype) in enumerate(kinds)
+    )
     closed = jax.make_jaxpr(constant_of(one))(X)
     (at,) = (i for i, const in enumerate(closed.consts) if const is one)
 
     def with_const(value):
-        return program_hash(closed.replace(consts=[*closed.consts[:at], value, *closed.consts[at + 1 :]]))
+        return program_hash(
+            closed.replace(consts=[*closed.consts[:at], value, *closed.consts[at + 1 :]])
+        )
 
     assert len(set(map(with_const, (one, same, longer, other)))) == 4
     monkeypatch.setattr(NamedSharding, "is_fully_addressable", False)
@@ -135,7 +138,9 @@ def test_constants_of_several_processes_have_their_shape_and_dtype(monkeypatch):
 
 
 def test_addresses_and_files_are_removed():
-    text = strip_addresses(f"{functools.partial(kernel)!r} at /home/me/run/train.py:12:3 in C:/x/y.py")
+    text = strip_addresses(
+        f"{functools.partial(kernel)!r} at /home/me/run/train.py:12:3 in C:/x/y.py"
+    )
     assert text == "functools.partial(<function kernel at 0x>) at *.py in *.py"
 
 
@@ -150,14 +155,21 @@ CHILD = """
 
 @pytest.mark.thorough
 def test_the_hash_is_the_same_in_another_process(tmp_path):
-    """The other process has another directory, another path of the source file and another hash seed."""
+    """The other process has another directory, another path of the source file and another hash
+    seed."""
     (tmp_path / "elsewhere").mkdir()
     here = os.path.dirname(__file__)
-    (tmp_path / "elsewhere" / "test_program_hash.py").write_text("\n\n" + pathlib.Path(__file__).read_text())
+    (tmp_path / "elsewhere" / "test_program_hash.py").write_text(
+        "\n\n" + pathlib.Path(__file__).read_text()
+    )
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path / "elsewhere")],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.path.dirname(os.path.dirname(here))},
+        env={
+            **os.environ,
+            "PYTHONHASHSEED": "7",
+            "PYTHONPATH": os.path.dirname(os.path.dirname(here)),
+        },
         capture_output=True,
         text=True,
         check=True,

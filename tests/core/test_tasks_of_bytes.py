@@ -7,7 +7,9 @@ import pytest
 from jstep.core import threads
 
 
-@pytest.mark.parametrize("sizes", [[2**20] * 300, [2**26] + [1] * 40, [2**26], [3] * 5, []], ids=len)
+@pytest.mark.parametrize(
+    "sizes", [[2**20] * 300, [2**26] + [1] * 40, [2**26], [3] * 5, []], ids=len
+)
 def test_few_tasks_read_many_items(sizes, monkeypatch):
     tasks = []
 

@@ -1,4 +1,5 @@
-"""Errors of the user's code show at most two frames of jstep between the user's frames, as JAX leaves out its own."""
+"""Errors of the user's code show at most two frames of jstep between the user's frames, as JAX
+leaves out its own."""
 
 import bdb
 import contextlib
@@ -105,7 +106,9 @@ PLAIN = jstep.minimize(good, SGD)
 
 CALLS = {
     "a loss": lambda: LOSS(state(), ROWS),
-    "a loss, in a jit of the user's": lambda: jax.jit(jstep.minimize(fails, SGD, jit=False))(state()),
+    "a loss, in a jit of the user's": lambda: jax.jit(jstep.minimize(fails, SGD, jit=False))(
+        state()
+    ),
     "a loss in lanes": lambda: in_step(SGD, fails, ROWS, lanes=2),
     "a loss in scan_steps": lambda: jstep.scan_steps(LOSS)(state(), ROWS),
     "a loss on Explicit axes": lambda: on_explicit_axes(LOSS),
@@ -132,8 +135,12 @@ CALLS = {
     "from_state": lambda: run(data=jstep.from_state(boom)),
     "a queue": coordinated,
     "a metric function": lambda: jstep.evaluator(boom, [ROWS])(state()),
-    "a loader of an evaluation": lambda: jstep.evaluator(lambda params, x: {"loss": jnp.sum(x)}, Loader(1))(state()),
-    "an evaluator, in train": lambda: run_with(jstep.EvaluationHook(jstep.evaluator(boom, [ROWS]), every_n_steps=2)),
+    "a loader of an evaluation": lambda: jstep.evaluator(
+        lambda params, x: {"loss": jnp.sum(x)}, Loader(1)
+    )(state()),
+    "an evaluator, in train": lambda: run_with(
+        jstep.EvaluationHook(jstep.evaluator(boom, [ROWS]), every_n_steps=2)
+    ),
     "a callback": lambda: run_with(
         jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, callbacks=[boom])
     ),
@@ -202,14 +209,17 @@ def test_two_frames_for_each_that_the_user_calls(name):
 
 
 @pytest.mark.thorough(except_for=["a loss", "a hook's after_step"])
-@pytest.mark.parametrize("name", ["a loss", "a rule, in train", "a hook's after_step", "a loader, later", "a queue"])
+@pytest.mark.parametrize(
+    "name", ["a loss", "a rule, in train", "a hook's after_step", "a loader, later", "a queue"]
+)
 def test_the_setting_of_jax(name, filtering):
     filtering("off")
     assert max(counts(raised(CALLS[name]))) > 2
     filtering("remove_frames")
     removed = raised(CALLS[name])
     assert max(counts(removed)) == 2
-    assert removed.__cause__ is None or max(counts(removed.__cause__)) > 2  # JAX's own, which has all of them
+    # The cause is JAX's own error, which has all of them.
+    assert removed.__cause__ is None or max(counts(removed.__cause__)) > 2
     filtering("auto")
     assert max(counts(raised(CALLS[name]))) == 2
 
@@ -256,7 +266,10 @@ def test_errors_of_all_kinds():
     def interrupted(step, state, metrics):
         raise KeyboardInterrupt
 
-    assert max(counts(raised(lambda: run(hooks=[jstep.every(1, interrupted)]), KeyboardInterrupt))) == 2
+    assert (
+        max(counts(raised(lambda: run(hooks=[jstep.every(1, interrupted)]), KeyboardInterrupt)))
+        == 2
+    )
     assert max(counts(raised(lambda: run(data=[]), ValueError))) == 2  # jstep's own
 
 
@@ -280,12 +293,20 @@ def test_an_error_that_is_raised_twice_does_not_grow():
     def twice(params):
         raise stored.with_traceback(None)
 
-    assert counts(raised(lambda: in_step(SGD, twice))) == counts(raised(lambda: in_step(SGD, twice)))
+    assert counts(raised(lambda: in_step(SGD, twice))) == counts(
+        raised(lambda: in_step(SGD, twice))
+    )
 
 
-@pytest.mark.thorough(except_for=["a loss-ahead-one", "a loss-made by step-3", "a jitted step-ahead-auto"])
-@pytest.mark.parametrize("options", [{}, {"steps_per_call": 3}, {"steps_per_call": "auto"}], ids=["one", "3", "auto"])
-@pytest.mark.parametrize("data", [lambda n: ROWS, jstep.batches(ROWS, 2)], ids=["made by step", "ahead"])
+@pytest.mark.thorough(
+    except_for=["a loss-ahead-one", "a loss-made by step-3", "a jitted step-ahead-auto"]
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"steps_per_call": 3}, {"steps_per_call": "auto"}], ids=["one", "3", "auto"]
+)
+@pytest.mark.parametrize(
+    "data", [lambda n: ROWS, jstep.batches(ROWS, 2)], ids=["made by step", "ahead"]
+)
 @pytest.mark.parametrize(
     ("make", "traced"),
     [(lambda fn: jstep.minimize(fn, SGD), 2), (jax.jit, 3), (lambda fn: fn, 3)],
@@ -310,7 +331,9 @@ KEEPING = {
     "a loss": lambda state: LOSS(state, ROWS),
     "a loss in lanes": lambda state: jstep.minimize(fails, SGD, lanes=2)(state, ROWS),
     "a loss, in train": lambda state: jstep.train(LOSS, state, lambda n: ROWS, 4, progress=False),
-    "a hook": lambda state: jstep.train(PLAIN, state, lambda n: ROWS, 4, hooks=[jstep.every(1, boom)], progress=False),
+    "a hook": lambda state: jstep.train(
+        PLAIN, state, lambda n: ROWS, 4, hooks=[jstep.every(1, boom)], progress=False
+    ),
 }
 
 
@@ -364,7 +387,8 @@ REFUSED_IN = {
 @pytest.mark.parametrize("call", REFUSED_IN.values(), ids=REFUSED_IN)
 @pytest.mark.parametrize("kind", [NoAttributesError, FrozenError])
 def test_an_error_that_takes_no_attributes_is_raised_itself(kind, call):
-    """`contextlib` sets the traceback of each error that passes through it, which such a class refuses."""
+    """`contextlib` sets the traceback of each error that passes through it, which such a class
+    refuses."""
     with pytest.raises(kind) as caught:
         call(refusing(kind))
     assert caught.value.args == (7,) or caught.value.line == 7

@@ -24,7 +24,8 @@ def soon(monkeypatch):
 
 
 def piped(monkeypatch):
-    """Replace standard error by a stream that is not a terminal; pytest replaces it, too, after the fixtures."""
+    """Replace standard error by a stream that is not a terminal; pytest replaces it, too, after the
+    fixtures."""
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
     return stream
@@ -64,7 +65,9 @@ def state():
 
 
 def lines_of(caplog):
-    return [line for record in caplog.records if (line := record.getMessage()).startswith("compiling")]
+    return [
+        line for record in caplog.records if (line := record.getMessage()).startswith("compiling")
+    ]
 
 
 @pytest.fixture(params=[True, False], ids=["programs are kept", "no programs are kept"])
@@ -81,10 +84,19 @@ def is_kept(request, tmp_path):
 def test_a_run_says_that_it_compiles(steps_per_call, is_kept, caplog):
     caplog.set_level(logging.INFO)
     step = step_that_compiles_until(lambda: lines_of(caplog))
-    jstep.train(step, state(), lambda n: np.ones(2, np.float32), 4, steps_per_call=steps_per_call, log_steps=None)
+    jstep.train(
+        step,
+        state(),
+        lambda n: np.ones(2, np.float32),
+        4,
+        steps_per_call=steps_per_call,
+        log_steps=None,
+    )
     hint = "" if is_kept else "; train(compile_cache=True) keeps the program for restarts"
     # A loop over steps is traced for its shapes first, and then compiled.
-    assert {line for line in lines_of(caplog) if "so far" in line} == {f"compiling train_step: 0.01 s so far{hint}"}
+    assert {line for line in lines_of(caplog) if "so far" in line} == {
+        f"compiling train_step: 0.01 s so far{hint}"
+    }
 
 
 @pytest.mark.usefixtures("soon")
@@ -131,7 +143,13 @@ def test_an_unrolled_loop_of_microbatches_is_named_once(caplog):
     state = jstep.TrainState.create({"w": jnp.ones((1, 1, 3, 3))}, optimizer)
     x = np.ones((4, 1, 8, 8), np.float32)
     with caplog.at_level(logging.INFO, "jstep"):
-        jstep.train(jstep.minimize(loss_fn, optimizer, num_microbatches=2), state, lambda n: x, 2, progress=None)
+        jstep.train(
+            jstep.minimize(loss_fn, optimizer, num_microbatches=2),
+            state,
+            lambda n: x,
+            2,
+            progress=None,
+        )
     said = [record.message for record in caplog.records if "is unrolled" in record.message]
     assert len(said) == 1
     assert "a loop of 2 iterations with convolutions" in said[0]

@@ -12,7 +12,9 @@ def rows(n, seed=0):
 def same(a, b):
     leaves_a, tree_a = jax.tree.flatten(a)
     leaves_b, tree_b = jax.tree.flatten(b)
-    return tree_a == tree_b and all(np.array_equal(x, y) for x, y in zip(leaves_a, leaves_b, strict=True))
+    return tree_a == tree_b and all(
+        np.array_equal(x, y) for x, y in zip(leaves_a, leaves_b, strict=True)
+    )
 
 
 class Items:

@@ -26,8 +26,26 @@ class TestOrder:
     def test_lookahead_ends_with_the_epoch(self):
         n, size = 40_000, 7  # more than the lookahead computes in advance
         walked = list(itertools.islice(batches(np.arange(n), size, drop_remainder=False), 12_000))
-        for step in (0, 1, 2, 2339, 2340, 2341, 2342, 4681, 5713, 5714, 5715, 5716, 11_428, 11_429, 11_999):
-            assert np.array_equal(batches(np.arange(n), size, drop_remainder=False)[step], walked[step])
+        for step in (
+            0,
+            1,
+            2,
+            2339,
+            2340,
+            2341,
+            2342,
+            4681,
+            5713,
+            5714,
+            5715,
+            5716,
+            11_428,
+            11_429,
+            11_999,
+        ):
+            assert np.array_equal(
+                batches(np.arange(n), size, drop_remainder=False)[step], walked[step]
+            )
 
     def test_batches_are_thread_safe(self):
         data = batches(np.arange(5000), 10)
@@ -55,7 +73,9 @@ class TestScale:
     """Time and memory do not depend on the step or the number of rows."""
 
     def test_memory_depends_only_on_the_batch_size(self):
-        many = np.lib.stride_tricks.as_strided(np.zeros(1, np.int8), (10**9,), (0,), writeable=False)
+        many = np.lib.stride_tricks.as_strided(
+            np.zeros(1, np.int8), (10**9,), (0,), writeable=False
+        )
         data = batches((many, range(10**9)), 16, seed=1)
         data[0]
         tracemalloc.start()
@@ -92,7 +112,9 @@ class TestSequence:
         data = batches(np.arange(10), 3, seed=4, num_epochs=2)
         assert (data.num_rows, data.batch_size, data.steps_per_epoch) == (10, 3, 3)
         assert repr(data) == "<Batches of 3 from 10 rows, shuffled by seed 4, 6 steps>"
-        assert repr(batches(np.arange(10), 3, shuffle=False)) == "<Batches of 3 from 10 rows, in order, without end>"
+        assert repr(batches(np.arange(10), 3, shuffle=False)) == (
+            "<Batches of 3 from 10 rows, in order, without end>"
+        )
         assert repr(batches(np.arange(10), 3, seed=4)[2:2]).endswith("shuffled by seed 4, 0 steps>")
 
     def test_pickle(self):
@@ -103,7 +125,12 @@ class TestSequence:
 # `shapes(step)`: the shapes and dtypes of a batch, without creating the batch.
 
 KEYS = jax.random.split(jax.random.key(0), 9)
-ROWS = {"x": np.ones((9, 2)), "n": np.arange(9), "key": KEYS, "item": [{"a": np.float32(n)} for n in range(9)]}
+ROWS = {
+    "x": np.ones((9, 2)),
+    "n": np.arange(9),
+    "key": KEYS,
+    "item": [{"a": np.float32(n)} for n in range(9)],
+}
 
 
 @pytest.mark.thorough(except_for=["process"])
@@ -132,7 +159,9 @@ MESHES = [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit]
 def test_prefetch_under_a_mesh(kind, sharding):
     rows = np.arange(32.0).reshape(16, 2)
     with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(kind,))):
-        with prefetch_to_device(batches(rows, 8, shuffle=False, num_epochs=1), sharding=sharding) as items:
+        with prefetch_to_device(
+            batches(rows, 8, shuffle=False, num_epochs=1), sharding=sharding
+        ) as items:
             found = list(items)
         assert len(found[0].sharding.device_set) == (1 if sharding is None else 8)
         assert float(jax.jit(lambda x: (2 * x).sum())(found[1])) == 2 * rows[8:].sum()
@@ -162,13 +191,19 @@ class TestProcesses:
     def test_processes_get_contiguous_rows_of_the_global_batch(self, count, shuffle, sizes):
         full = batches(rows(100), sizes, 1, shuffle=shuffle)
         parts = [
-            batches(rows(100), sizes, 1, shuffle=shuffle, process_index=i, process_count=count) for i in range(count)
+            batches(rows(100), sizes, 1, shuffle=shuffle, process_index=i, process_count=count)
+            for i in range(count)
         ]
         iterators = [p.from_step(5) for p in parts]
         for step in (0, 5, 6, 7, 8, 10**9):
-            assert same(jax.tree.map(lambda *a: np.concatenate(a), *[p[step] for p in parts]), full[step])
+            assert same(
+                jax.tree.map(lambda *a: np.concatenate(a), *[p[step] for p in parts]), full[step]
+            )
         for step in range(5, 30):
-            assert same(jax.tree.map(lambda *a: np.concatenate(a), *[next(i) for i in iterators]), full[step])
+            assert same(
+                jax.tree.map(lambda *a: np.concatenate(a), *[next(i) for i in iterators]),
+                full[step],
+            )
 
     @pytest.mark.parametrize("shuffle", [True, False])
     @pytest.mark.parametrize("source", [np.arange, Items])
@@ -203,7 +238,8 @@ def test_creating_batches_does_not_initialize_a_backend():
     assert run_program(program) == (0, "", "")
 
 
-# Batch sizes that change with the step, skips and slices, against a simulation row by row and lists.
+# Batch sizes that change with the step, skips and slices, against a simulation row by row and
+# lists.
 
 
 def simulate(n, sizes, drop, num_epochs=None, steps=60):
@@ -224,7 +260,8 @@ def simulate(n, sizes, drop, num_epochs=None, steps=60):
 
 @st.composite
 def size_schedules(draw):
-    """The number of rows, the sizes, and whether a remainder is dropped: a size may be larger than the data if not."""
+    """The number of rows, the sizes, and whether a remainder is dropped: a size may be larger than
+    the data if not."""
     n, drop = draw(st.integers(1, 40)), draw(st.booleans())
     size = st.integers(1, n if drop else 2 * n)
     return n, {**draw(st.dictionaries(st.integers(1, 40), size, max_size=4)), 0: draw(size)}, drop
@@ -232,14 +269,20 @@ def size_schedules(draw):
 
 @examples(100)
 @given(size_schedules(), st.booleans(), st.none() | st.integers(1, 5), st.integers(0, 60))
-@example((10, {0: 4, 2: 2}, True), True, 1, 0)  # the remainder, too small for 4, makes one more batch of 2
+# The remainder, too small for 4, makes one more batch of 2.
+@example((10, {0: 4, 2: 2}, True), True, 1, 0)
 @example((10, {0: 4, 2: 3}, True), True, 1, 0)
 @example((5, {0: 8}, False), True, 3, 0)  # an epoch is one batch
 def test_batches_match_the_simulation(given_sizes, shuffle, num_epochs, start):
     n, sizes, drop = given_sizes
     want = simulate(n, sizes, drop, num_epochs)
-    orders = [batches(np.arange(n), n, 3, shuffle=shuffle)[epoch] for epoch in range(1 + max(w[0] for w in want))]
-    data = batches(np.arange(n), sizes, 3, shuffle=shuffle, num_epochs=num_epochs, drop_remainder=drop)
+    orders = [
+        batches(np.arange(n), n, 3, shuffle=shuffle)[epoch]
+        for epoch in range(1 + max(w[0] for w in want))
+    ]
+    data = batches(
+        np.arange(n), sizes, 3, shuffle=shuffle, num_epochs=num_epochs, drop_remainder=drop
+    )
     expected = [orders[epoch][used : used + taken].tolist() for epoch, used, taken in want]
     assert [batch.tolist() for batch in itertools.islice(data, 60)] == expected
     if len(want) < 60:
@@ -261,7 +304,9 @@ def test_properties():
     assert data[10:25].steps_per_epoch == 12
     with pytest.raises(ValueError, match="rows_before"):
         data.steps_per_epoch
-    assert repr(data) == "<Batches of {0: 4, 10: 8, 30: 4} from 100 rows, shuffled by seed 0, without end>"
+    assert repr(data) == (
+        "<Batches of {0: 4, 10: 8, 30: 4} from 100 rows, shuffled by seed 0, without end>"
+    )
     assert same(pickle.loads(pickle.dumps(data))[15], data[15])
 
 
@@ -298,7 +343,11 @@ def test_skips_and_slices_compose(cuts, drop, drawn):
                 continue
             data = data.skip(a, a + length)
         else:
-            data = data[a : a + length : stride] if stride > 0 else data[a + length : a or None : stride]
+            data = (
+                data[a : a + length : stride]
+                if stride > 0
+                else data[a + length : a or None : stride]
+            )
         expected = apply_to_list(expected, kind, a, a + length, stride)
     assert len(data) == len(expected)
     assert [batch.tolist() for batch in data] == expected
@@ -307,7 +356,9 @@ def test_skips_and_slices_compose(cuts, drop, drawn):
         step = drawn.draw(st.integers(0, len(expected) - 1))
         assert data[step].tolist() == expected[step]
         assert data.batch_size_at(step) == len(expected[step])
-        changes = [i for i in range(step + 1, len(expected)) if len(expected[i]) != len(expected[step])]
+        changes = [
+            i for i in range(step + 1, len(expected)) if len(expected[i]) != len(expected[step])
+        ]
         assert next_change(data, step) == (changes[0] if changes else None)
     before = drawn.draw(st.integers(0, len(expected)))
     assert data.rows_before(before) == sum(map(len, expected[:before]))

@@ -49,7 +49,9 @@ class TestSources:
         assert np.array_equal(data[1], before)
         assert np.array_equal(x, np.arange(10))
 
-    @pytest.mark.parametrize("dtype", ["U5", "datetime64[D]", object, ">i4", "bool", "float16", jnp.bfloat16])
+    @pytest.mark.parametrize(
+        "dtype", ["U5", "datetime64[D]", object, ">i4", "bool", "float16", jnp.bfloat16]
+    )
     def test_dtypes(self, dtype):
         x = np.arange(20).astype(dtype)
         batch = batches(x, 5, seed=1)[1]
@@ -66,7 +68,9 @@ class TestSources:
             assert batch["x"].shape == (6, 2)
             assert batch["y"].dtype == np.float64
             assert np.array_equal(batch["x"][:, 0], batch["y"])
-            assert np.array_equal(batch["y"], batches(np.arange(50), 6, seed=1, shuffle=shuffle)[step])
+            assert np.array_equal(
+                batch["y"], batches(np.arange(50), 6, seed=1, shuffle=shuffle)[step]
+            )
 
     def test_lists_of_indices_are_used_if_supported(self):
         source = BatchItems()
@@ -81,10 +85,17 @@ class TestSources:
     def test_source_that_looks_at_its_index(self, shuffle):
         class Fixed(ListItems):
             def __getitem__(self, i):
-                return super().__getitem__(i) if i not in (7, 20) else {"x": np.zeros(2, int), "y": -1.0}
+                return (
+                    super().__getitem__(i)
+                    if i not in (7, 20)
+                    else {"x": np.zeros(2, int), "y": -1.0}
+                )
 
         source = Fixed()
-        numbers, data = batches(np.arange(50), 10, shuffle=shuffle), batches(source, 10, shuffle=shuffle)
+        numbers, data = (
+            batches(np.arange(50), 10, shuffle=shuffle),
+            batches(source, 10, shuffle=shuffle),
+        )
         for step in range(10):
             assert data[step]["y"].tolist() == [source[int(i)]["y"] for i in numbers[step]]
 
@@ -112,7 +123,11 @@ class TestSources:
     def test_library_that_takes_lists(self, monkeypatch):
         class Other(ListItems):
             def __getitem__(self, i):
-                return super().__getitem__(i if i == sorted(i) else None) if isinstance(i, list) else {"y": 0.0}
+                return (
+                    super().__getitem__(i if i == sorted(i) else None)
+                    if isinstance(i, list)
+                    else {"y": 0.0}
+                )
 
         library = types.ModuleType("h5py")
         library.Dataset = ListItems

@@ -22,7 +22,11 @@ from jstep.data.sequence import next_change
 
 A, B, C = np.arange(30), np.arange(100, 107), np.arange(200, 201)
 SOURCES = {"a": A, "b": B, "c": C}
-WEIGHTS = {0: {"a": 3, "b": 2, "c": 0}, 20: {"a": 0.1, "b": 0.0, "c": 0.3}, 35: {"a": 1, "b": 1, "c": 1}}
+WEIGHTS = {
+    0: {"a": 3, "b": 2, "c": 0},
+    20: {"a": 0.1, "b": 0.0, "c": 0.3},
+    35: {"a": 1, "b": 1, "c": 1},
+}
 FIRST = [[13, 101, 9, 105], [1, 103, 100, 18], [103, 18, 105, 25]]
 
 
@@ -37,7 +41,9 @@ def test_each_source_is_read_in_epochs():
     for name, source in SOURCES.items():
         rows = rows_of(source, seen)
         assert mix.rows_before(80)[name] == len(rows)
-        epochs = [rows[i : i + len(source)] for i in range(0, len(rows) - len(source) + 1, len(source))]
+        epochs = [
+            rows[i : i + len(source)] for i in range(0, len(rows) - len(source) + 1, len(source))
+        ]
         assert len(epochs) > 2
         assert all(sorted(epoch) == source.tolist() for epoch in epochs)
         assert len(source) == 1 or epochs[0] != epochs[1] != source.tolist()
@@ -55,15 +61,21 @@ def test_sources_are_mixed_but_in_order_without_shuffle():
 @given(
     st.dictionaries(st.integers(1, 20), st.integers(1, 5), max_size=3),
     st.dictionaries(
-        st.integers(1, 20), st.tuples(*[st.sampled_from([0, 1, 1e-6, 0.7, 12])] * 3).filter(any), max_size=3
+        st.integers(1, 20),
+        st.tuples(*[st.sampled_from([0, 1, 1e-6, 0.7, 12])] * 3).filter(any),
+        max_size=3,
     ),
 )
 def test_counts_follow_weights_and_batch_sizes(sizes, weights):
     sizes, weights = {0: 3, **sizes}, {0: (1, 2, 0), **weights}
-    mix = mixture(SOURCES, sizes, {step: dict(zip("abc", w, strict=True)) for step, w in weights.items()}, 1)
+    mix = mixture(
+        SOURCES, sizes, {step: dict(zip("abc", w, strict=True)) for step, w in weights.items()}, 1
+    )
     ideal = np.zeros(3)
     for step in range(30):
-        size, now = (stages[max(first for first in stages if first <= step)] for stages in (sizes, weights))
+        size, now = (
+            stages[max(first for first in stages if first <= step)] for stages in (sizes, weights)
+        )
         before, after = mix.rows_before(step), mix.rows_before(step + 1)
         taken = [after[name] - before[name] for name in "abc"]
         assert taken == [len(rows_of(source, [mix[step]])) for source in SOURCES.values()]
@@ -75,7 +87,9 @@ def test_counts_follow_weights_and_batch_sizes(sizes, weights):
 
 def test_equal_stages_are_merged():
     one = mixture(SOURCES, 6, {"a": 3, "b": 2, "c": 1})
-    many = mixture(SOURCES, {0: 6, 7: 6}, {0: {"a": 3, "b": 2, "c": 1}, 11: {"a": 1.5, "b": 1, "c": 0.5}})
+    many = mixture(
+        SOURCES, {0: 6, 7: 6}, {0: {"a": 3, "b": 2, "c": 1}, 11: {"a": 1.5, "b": 1, "c": 0.5}}
+    )
     assert same(list(one[:40]), list(many[:40]))
 
 
@@ -98,7 +112,8 @@ def test_processes_split_one_global_batch(count, shuffle):
     sizes = {0: 6, 25: 12}
     full = mixture(SOURCES, sizes, WEIGHTS, 1, shuffle=shuffle)
     parts = [
-        mixture(SOURCES, sizes, WEIGHTS, 1, shuffle=shuffle, process_index=i, process_count=count) for i in range(count)
+        mixture(SOURCES, sizes, WEIGHTS, 1, shuffle=shuffle, process_index=i, process_count=count)
+        for i in range(count)
     ]
     for step, joined in enumerate(zip(*[part[:50] for part in parts], strict=True)):
         assert {len(part) for part in joined} == {len(full[step]) // count}
@@ -108,7 +123,9 @@ def test_processes_split_one_global_batch(count, shuffle):
 
 def test_mixture_at_large_steps():
     mix = mixture(
-        SOURCES, {0: 6, 10**12: 60}, {0: {"a": 1e-6, "b": 1, "c": 0.3}, 10**11: {"a": 0.7, "b": 0.2, "c": 0.1}}
+        SOURCES,
+        {0: 6, 10**12: 60},
+        {0: {"a": 1e-6, "b": 1, "c": 0.3}, 10**11: {"a": 0.7, "b": 0.2, "c": 0.1}},
     )
     far = 10**12 + 10**6
     assert len(mix[far]) == 60
@@ -133,7 +150,9 @@ def test_slices_and_skips():
         (mix[9:3:-1], [*range(9, 3, -1)]),
     ):
         rows = [walked[step] for step in steps[:6]]
-        assert cut.rows_before(6) == {name: len(rows_of(source, rows)) for name, source in SOURCES.items()}
+        assert cut.rows_before(6) == {
+            name: len(rows_of(source, rows)) for name, source in SOURCES.items()
+        }
     assert mix.rows_before(0) == {"a": 0, "b": 0, "c": 0}
     with pytest.raises(TypeError, match="no end"):
         len(view)
@@ -155,7 +174,9 @@ def test_properties_and_repr():
         35: dict.fromkeys("abc", 1 / 3),
     }
     assert batches(A, 3).weights() == {}
-    assert repr(mix) == "<Mixture of 6 from a (30 rows), b (7 rows), c (1 rows), shuffled by seed 4, without end>"
+    assert repr(mix) == (
+        "<Mixture of 6 from a (30 rows), b (7 rows), c (1 rows), shuffled by seed 4, without end>"
+    )
     assert not isinstance(mix, Batches)
     assert mix
     assert same(pickle.loads(pickle.dumps(mix))[7], mix[7])
@@ -185,12 +206,17 @@ def test_process_reads_only_its_items():
     for source in items:
         source.requested.clear()
     assert len(mix[5]["y"]) == 2
-    assert sum(len(source.requested) for source in items) <= 4  # one more per source tests whether it takes lists
+    # One more per source tests whether it takes lists.
+    assert sum(len(source.requested) for source in items) <= 4
 
 
 def test_prng_keys_and_jax_arrays():
     keys = {name: jax.random.split(jax.random.key(seed), 6) for seed, name in enumerate("ab")}
-    mix = mixture({name: {"key": keys[name], "x": jnp.arange(6) + 10 * i} for i, name in enumerate("ab")}, 4, EVEN)
+    mix = mixture(
+        {name: {"key": keys[name], "x": jnp.arange(6) + 10 * i} for i, name in enumerate("ab")},
+        4,
+        EVEN,
+    )
     batch = mix[2]
     both = np.concatenate([jax.random.key_data(keys[name]) for name in "ab"])
     want = both[[x if x < 6 else x - 4 for x in batch["x"]]]
@@ -198,15 +224,22 @@ def test_prng_keys_and_jax_arrays():
 
 
 def test_rows_of_different_shapes():
-    ragged = [np.zeros(3 if i < 4 else 1) for i in range(8)]  # a row of 1 would be repeated to fill one of 3
+    # A row of 1 would be repeated to fill one of 3.
+    ragged = [np.zeros(3 if i < 4 else 1) for i in range(8)]
     data = mixture({"a": np.zeros((8, 3)), "b": ragged}, 2, EVEN, shuffle=False)
     assert data[3].shape == (2, 3)
-    with pytest.raises(ValueError, match=r"sources: must have rows of one shape, .*3.* of 'a', .*1.* of 'b'"):
+    with pytest.raises(
+        ValueError,
+        match=r"sources: must have rows of one shape, .*3.* of 'a', .*1.* of 'b'",
+    ):
         data[4]
 
 
 def test_train_uses_batch_n_at_step_n_after_a_restart(tmp_path):
-    mix, seen = mixture({"a": A, "b": B}, 4, {0: {"a": 1, "b": 1}, 5: {"a": 1, "b": 0}}).skip(2, 4), []
+    mix, seen = (
+        mixture({"a": A, "b": B}, 4, {0: {"a": 1, "b": 1}, 5: {"a": 1, "b": 0}}).skip(2, 4),
+        [],
+    )
 
     def step(state, batch):
         seen.append(batch.tolist())
@@ -226,7 +259,8 @@ def normalize(weights):
     return tuple(w / sum(exact) for w in exact)
 
 
-WEIGHT = st.sampled_from([0, 0, 1e-6, 1e-300, 1, 1, 0.3, 0.7, math.pi, 2**-0.5, 1e6]) | st.floats(0, 10)
+SOME = st.sampled_from([0, 0, 1e-6, 1e-300, 1, 1, 0.3, 0.7, math.pi, 2**-0.5, 1e6])
+WEIGHT = SOME | st.floats(0, 10)
 
 
 @examples(60)
@@ -238,7 +272,11 @@ def test_rows_of_one_stage_follow_virtual_times(weights, far):
     found = [0] * len(weights)
     for rows in range(50):
         assert counts.value_at(rows).counts(rows) == tuple(found)
-        due = [(Fraction(2 * c + 1) / (2 * w), s) for s, (c, w) in enumerate(zip(found, exact, strict=True)) if w]
+        due = [
+            (Fraction(2 * c + 1) / (2 * w), s)
+            for s, (c, w) in enumerate(zip(found, exact, strict=True))
+            if w
+        ]
         found[min(due)[1]] += 1
     assert all(
         abs(c - far * w) <= Fraction(len(weights) - 1, 2)
@@ -248,14 +286,17 @@ def test_rows_of_one_stage_follow_virtual_times(weights, far):
 
 @pytest.mark.thorough
 def test_integers_stay_small_with_many_stages():
-    stages = [(10 * i, normalize([0.1 + 0.7 / (i + 1), 0.3, math.sqrt(i + 2)])) for i in range(2000)]
+    stages = [
+        (10 * i, normalize([0.1 + 0.7 / (i + 1), 0.3, math.sqrt(i + 2)])) for i in range(2000)
+    ]
     for stage in count_stages(stages).values:
         for period in stage.periods:
             assert period.start.denominator.bit_length() < 1000
             assert max(period.excess, period.weight).bit_length() < 1000
 
 
-# Rows back: which rows were in a step, and which steps hold a row, against a search through all steps.
+# Rows back: which rows were in a step, and which steps hold a row, against a search through all
+# steps.
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 10, 1000, 1025, 70_000])
@@ -292,7 +333,9 @@ def test_rows_and_steps(name):
     for row in range(23):
         expected = [step for step, found in enumerate(rows) if row in found]
         assert data.steps_of(row) == expected
-        assert data.steps_of(row, 2, min(9, len(data))) == [step for step in expected if 2 <= step < 9]
+        assert data.steps_of(row, 2, min(9, len(data))) == [
+            step for step in expected if 2 <= step < 9
+        ]
 
 
 SOURCES_OF_ROWS = {"a": np.arange(11), "b": 100 + np.arange(7), "ab": 200 + np.arange(30)}
@@ -317,4 +360,6 @@ def test_rows_and_steps_of_mixtures(name):
         for row in range(len(of_source)):
             expected = [step for step, found in enumerate(rows) if (source, row) in found]
             assert data.steps_of(source, row) == expected
-            assert data.steps_of(source, row, 3, 15) == [step for step in expected if 3 <= step < 15]
+            assert data.steps_of(source, row, 3, 15) == [
+                step for step in expected if 3 <= step < 15
+            ]

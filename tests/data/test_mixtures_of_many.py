@@ -1,4 +1,5 @@
-"""Mixtures of many sources whose weights change: the same rows as ever, and what they cost by the number of sources."""
+"""Mixtures of many sources whose weights change: the same rows as ever, and what they cost by the
+number of sources."""
 
 import hashlib
 import itertools
@@ -17,7 +18,9 @@ def mixture_of(count, changes=(0, 5, 12, 30), batch_size=None, seed=0):
     names = [f"s{i:03d}" for i in range(count)]
     weights = {}
     for step in changes:
-        weights[step] = {name: draw.choice([0, 1, 1, draw.random(), 1e-6]) + (name == names[0]) for name in names}
+        weights[step] = {
+            name: draw.choice([0, 1, 1, draw.random(), 1e-6]) + (name == names[0]) for name in names
+        }
     sources = {name: np.arange(100 * i, 100 * i + 7 + i % 5) for i, name in enumerate(names)}
     return jstep.mixture(sources, batch_size or {0: 6, 9: 13}, weights, seed)
 
@@ -40,14 +43,17 @@ def calls_of(fn):
 
 
 @pytest.mark.parametrize(
-    ("count", "expected"), [(2, "ad419b4eb94069de"), (9, "48a1a2be68f855f4"), (40, "4e023480b3458b4a")]
+    ("count", "expected"),
+    [(2, "ad419b4eb94069de"), (9, "48a1a2be68f855f4"), (40, "4e023480b3458b4a")],
 )
 def test_rows_are_those_of_the_first_release(count, expected):
     """In sequence, at a far step, and at steps that are read in no order."""
     mix = mixture_of(count)
     hashed = hashlib.sha256()
     for step in [*range(40), 10**9, 35, 3]:
-        hashed.update(repr((step, list(mix.rows_before(step).values()), mix[step].tolist())).encode())
+        hashed.update(
+            repr((step, list(mix.rows_before(step).values()), mix[step].tolist())).encode()
+        )
     assert hashed.hexdigest()[:16] == expected
 
 

@@ -19,7 +19,9 @@ def permutation(n, seed=0, stream=0):
     return permute(d, draw_keys(d, seed, stream), np.arange(n))
 
 
-@pytest.mark.parametrize("n", [*range(1, 70), 1000, 1023, 1024, 1025, 4095, 4096, 4097, 10007, 65536, 100_003])
+@pytest.mark.parametrize(
+    "n", [*range(1, 70), 1000, 1023, 1024, 1025, 4095, 4096, 4097, 10007, 65536, 100_003]
+)
 def test_permutation_is_a_bijection(n):
     p = permutation(n, seed=n)
     assert p.dtype == np.intp
@@ -55,14 +57,19 @@ FIRST_OF_A_BILLION = [17825517, 648866182, 694850919, 587456934]
 def test_permutation_is_stable_across_versions():
     """The order of a run's batches is part of its results."""
     assert permutation(10, seed=0).tolist() == FIRST_TEN
-    assert permute(domain(10**9), draw_keys(domain(10**9), 7, 3), np.arange(4)).tolist() == FIRST_OF_A_BILLION
+    assert (
+        permute(domain(10**9), draw_keys(domain(10**9), 7, 3), np.arange(4)).tolist()
+        == FIRST_OF_A_BILLION
+    )
 
 
 def test_seeds_and_streams_differ():
     seen = {tuple(permutation(50, seed, stream)) for seed in range(20) for stream in range(20)}
     assert len(seen) == 400
     # Streams are separate from seeds: stream 0 of another seed is not a stream of this one.
-    assert tuple(permutation(50, 2**32 * 2 + 1, 0)) not in {tuple(permutation(50, 1, s)) for s in range(5)}
+    assert tuple(permutation(50, 2**32 * 2 + 1, 0)) not in {
+        tuple(permutation(50, 1, s)) for s in range(5)
+    }
 
 
 def chi2_per_degree(counts, expected):
@@ -97,13 +104,20 @@ class TestRandomness:
     def test_values_are_independent_of_positions(self, n):
         permutations = self.permutations(n)
         side = 16 if n >= 1000 else 5
-        counts = sum(np.histogram2d(np.arange(n), p, bins=side, range=[[0, n], [0, n]])[0] for p in permutations)
-        assert chi2_per_degree(counts, len(permutations) * n / side**2) < chi2_bound((side - 1) ** 2)
+        counts = sum(
+            np.histogram2d(np.arange(n), p, bins=side, range=[[0, n], [0, n]])[0]
+            for p in permutations
+        )
+        assert chi2_per_degree(counts, len(permutations) * n / side**2) < chi2_bound(
+            (side - 1) ** 2
+        )
 
     @pytest.mark.thorough(except_for=["10007"])
     def test_neighbors_are_independent(self, n):
         permutations = self.permutations(n)
         for order in (1, 2) if n >= 1000 else (1,):
             gaps = np.concatenate([np.diff(p, order) % n for p in permutations])
-            counts, values = (np.histogram(x, bins=20, range=(0, n))[0] for x in (gaps, np.arange(1, n)))
+            counts, values = (
+                np.histogram(x, bins=20, range=(0, n))[0] for x in (gaps, np.arange(1, n))
+            )
             assert chi2_per_degree(counts, gaps.size * values / (n - 1)) < chi2_bound(19)

@@ -1,4 +1,5 @@
-"""`prefetch_to_device`: items, order, lookahead, errors, and that its thread ends however the loop ends."""
+"""`prefetch_to_device`: items, order, lookahead, errors, and that its thread ends however the loop
+ends."""
 
 import gc
 import itertools
@@ -49,7 +50,8 @@ def no_leftover_threads():
 
 
 def all_threads_end():
-    if threads():  # a thread held by a reference cycle ends when it is collected; collecting is slow
+    if threads():
+        # A thread held by a reference cycle ends when it is collected; collecting is slow.
         gc.collect()
     wait_until(lambda: not threads())
 
@@ -79,7 +81,9 @@ class TestErrors:
             yield np.float32(i)
         raise exception
 
-    @pytest.mark.parametrize("exception", [ValueError("bad record"), SystemExit(3), KeyboardInterrupt()])
+    @pytest.mark.parametrize(
+        "exception", [ValueError("bad record"), SystemExit(3), KeyboardInterrupt()]
+    )
     def test_error_is_raised_in_place_of_the_item(self, exception):
         items = prefetch_to_device(self.broken(3, exception), size=10)
         wait_until(lambda: not threads())
@@ -160,7 +164,10 @@ class TestPlacement:
         return jax.make_mesh((1,), ("data",))
 
     def test_placement_by_a_prefix_tree_of_shardings(self, mesh):
-        x, y = (NamedSharding(mesh, spec) for spec in (PartitionSpec("data", None), PartitionSpec("data")))
+        x, y = (
+            NamedSharding(mesh, spec)
+            for spec in (PartitionSpec("data", None), PartitionSpec("data"))
+        )
         items = [{"x": (np.ones((4, 2)), np.ones((4, 3))), "y": np.ones(4)}]
         (item,) = prefetch_to_device(items, sharding={"x": x, "y": y})
         assert [a.sharding for a in jax.tree.leaves(item)] == [x, x, y]
@@ -189,7 +196,12 @@ class TestPlacement:
         items.close()
         sharding = NamedSharding(jax.make_mesh((4,), ("data",)), PartitionSpec("data"))
         (item,) = prefetch_to_device([np.arange(8)], sharding=sharding)
-        assert [s.data.tolist() for s in item.addressable_shards] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert [s.data.tolist() for s in item.addressable_shards] == [
+            [0, 1],
+            [2, 3],
+            [4, 5],
+            [6, 7],
+        ]
 
     @pytest.mark.thorough
     def test_each_process_passes_its_own_rows(self, tmp_path):
@@ -206,7 +218,7 @@ class TestPlacement:
                     break
             total = jax.jit(lambda a: a.sum(), out_shardings=NamedSharding(mesh, P()))(x)
             assert int(total) == full[7].sum()
-        """
+        """  # noqa: E501
         run(program, 2, tmp_path)
 
     def test_sharding_tree_must_be_a_prefix(self):
@@ -234,7 +246,10 @@ def test_grain_iterator_resumes_from_its_state():
 def test_devices_that_only_compile_take_no_items_and_batches_of_shapes(monkeypatch):
     monkeypatch.setattr(placement, "is_compile_only", lambda device: True)
     mesh = jax.make_mesh((4, 2), ("data", "model"))
-    with pytest.raises(ValueError, match=r"^sharding: these 8 'cpu' devices only compile; use jstep.cost or"):
+    with pytest.raises(
+        ValueError,
+        match=r"^sharding: these 8 'cpu' devices only compile; use jstep.cost or",
+    ):
         prefetch_to_device([np.ones(8)], sharding=NamedSharding(mesh, PartitionSpec("data")))
     found = shard_batch({"x": np.ones((8, 3), np.float64)}, mesh, "data")
     assert [(one.shape, one.dtype, one.sharding.spec) for one in jax.tree.leaves(found["x"])] == [
@@ -251,7 +266,10 @@ def test_axes_that_do_not_divide_an_array_are_dropped_and_other_shardings_kept()
 
 
 def test_other_shardings_stay_and_specs_refer_to_the_current_mesh():
-    mesh, on_one = jax.make_mesh((8,), ("data",)), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    mesh, on_one = (
+        jax.make_mesh((8,), ("data",)),
+        jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+    )
     spec = PartitionSpec("data")
     assert as_shardings({"a": on_one, "b": spec, "c": None}) == {"a": on_one, "b": spec, "c": None}
     with jax.set_mesh(mesh):
@@ -337,7 +355,7 @@ class TestThreadEnds:
             for items in full:
                 next(items)
             raise SystemExit(5)
-        """
+        """  # noqa: E501
         assert run_program(program) == (5, "", "")
 
     @pytest.mark.thorough

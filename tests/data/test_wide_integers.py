@@ -1,4 +1,5 @@
-"""Integers that 32 bits cannot hold, while 64-bit types are off: errors in all places where they reach a device."""
+"""Integers that 32 bits cannot hold, while 64-bit types are off: errors in all places where they
+reach a device."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,9 @@ STEP = jstep.minimize(loss, OPTIMIZER, has_aux=True)
 
 
 def state(params=None, **options):
-    return jstep.TrainState.create({"a": jnp.ones(2)} if params is None else params, OPTIMIZER, **options)
+    return jstep.TrainState.create(
+        {"a": jnp.ones(2)} if params is None else params, OPTIMIZER, **options
+    )
 
 
 def trained(batches, **options):
@@ -27,13 +30,17 @@ def trained(batches, **options):
 
 
 def refused(value=2**33 + 5, path="the leaf at 'ids'", dtype="int32"):
-    return pytest.raises(OverflowError, match=f"{path} must hold integers that fit {dtype} while .*, got {value};")
+    return pytest.raises(
+        OverflowError, match=f"{path} must hold integers that fit {dtype} while .*, got {value};"
+    )
 
 
 @pytest.mark.parametrize(
     "train",
     [
-        lambda of: trained(jstep.batches({"ids": np.concatenate([batch["ids"] for batch in of])}, 2, shuffle=False)),
+        lambda of: trained(
+            jstep.batches({"ids": np.concatenate([batch["ids"] for batch in of])}, 2, shuffle=False)
+        ),
         lambda of: trained(of.__getitem__),
         lambda of: trained(of.__getitem__, steps_per_call=2),
         lambda of: trained(jstep.from_state(lambda step, state: of[step])),
@@ -56,7 +63,8 @@ def test_batches_moved_by_hand():
 
 def test_evaluators():
     evaluate = jstep.evaluator(
-        lambda params, batch: {"id": jnp.max(batch["ids"]).astype(jnp.float32)}, [{"ids": WIDE[:1]}, {"ids": WIDE}]
+        lambda params, batch: {"id": jnp.max(batch["ids"]).astype(jnp.float32)},
+        [{"ids": WIDE[:1]}, {"ids": WIDE}],
     )
     with refused():
         evaluate(state())
@@ -64,7 +72,11 @@ def test_evaluators():
 
 @pytest.mark.parametrize("step", [STEP, jstep.minimize(loss, OPTIMIZER, has_aux=True, jit=False)])
 def test_calls_of_a_step(step):
-    for batch in ({"ids": WIDE}, {"other": np.ones(2), "ids": WIDE.astype(">i8")}, {"ids": 2**33 + 5}):
+    for batch in (
+        {"ids": WIDE},
+        {"other": np.ones(2), "ids": WIDE.astype(">i8")},
+        {"ids": 2**33 + 5},
+    ):
         with refused():
             step(state(), batch)
     with refused(dtype="uint32"):
@@ -93,7 +105,13 @@ def test_create(mesh):
 
 @pytest.mark.parametrize(
     "ids",
-    [np.array([2**31 - 1, -(2**31)]), np.array([2**32 - 1], np.uint64), np.zeros((0, 2), np.int64), np.int64(7), True],
+    [
+        np.array([2**31 - 1, -(2**31)]),
+        np.array([2**32 - 1], np.uint64),
+        np.zeros((0, 2), np.int64),
+        np.int64(7),
+        True,
+    ],
 )
 def test_integers_that_fit(ids):
     _, metrics = STEP(state(), {"ids": ids})

@@ -26,7 +26,11 @@ def batches(step):
 
 
 def train(where, last_step, data=batches, **options):
-    options = {"save_checkpoint_steps": 2, "hooks": [jstep.NanLossHook()], "progress": False} | options
+    options = {
+        "save_checkpoint_steps": 2,
+        "hooks": [jstep.NanLossHook()],
+        "progress": False,
+    } | options
     with pytest.raises(jstep.NanLossDuringTrainingError):
         jstep.train(STEP, make_state(), data, last_step, checkpoint_dir=where, **options)
 
@@ -36,10 +40,13 @@ def test_step_operation_and_rows(tmp_path):
     found = jstep.explain_nonfinite(STEP, make_state(), batches, tmp_path)
     assert (found.step, found.rows) == (5, (1, 3, 5))
     assert "test_explain_nonfinite.py" in found.found.source
-    assert "the update 5 → 6 is the first whose result is not finite: params/w contains NaN" in str(found)
+    words = "the update 5 → 6 is the first whose result is not finite: params/w contains NaN"
+    assert words in str(found)
     assert "rows of the batch  1, 3, 5" in str(found)
     state, args = jstep.replay(STEP, make_state(), batches, tmp_path, found.step)
-    assert np.isfinite(float(loss_fn(state.params, *args))), "a finite loss with a gradient that is not"
+    assert np.isfinite(float(loss_fn(state.params, *args))), (
+        "a finite loss with a gradient that is not"
+    )
 
 
 def test_without_a_checkpoint_and_without_a_record(tmp_path):
@@ -69,7 +76,8 @@ def test_a_finite_run(tmp_path):
 
 @pytest.mark.parametrize("last_step", [12, 6])
 def test_updates_that_are_skipped(last_step, tmp_path):
-    """The state and the loss stay finite; the first skipped update after the newest checkpoint is explained."""
+    """The state and the loss stay finite; the first skipped update after the newest checkpoint is
+    explained."""
     optimizer = jstep.skip_nonfinite(OPTIMIZER)
     step = jstep.minimize(loss_fn, optimizer)
 
@@ -79,19 +87,40 @@ def test_updates_that_are_skipped(last_step, tmp_path):
     def data(step):
         return batches(min(step, 5))  # from step 5 on, all have zeros
 
-    jstep.train(step, state(), data, last_step, checkpoint_dir=tmp_path, save_checkpoint_steps=4, progress=False)
+    jstep.train(
+        step,
+        state(),
+        data,
+        last_step,
+        checkpoint_dir=tmp_path,
+        save_checkpoint_steps=4,
+        progress=False,
+    )
     found = jstep.explain_nonfinite(step, state(), data, tmp_path)
     assert (found.step, found.rows, found.is_skipped) == (last_step, (1, 3, 5), True)
-    assert f"the update {last_step} → {last_step + 1} is skipped, because its gradients are not finite" in str(found)
+    assert (
+        f"the update {last_step} → {last_step + 1} is skipped, because its gradients are not finite"
+        in str(found)
+    )
     assert "test_explain_nonfinite.py" in found.found.source
     later = tmp_path / "other"
-    jstep.train(step, state(), lambda step: batches(step + 6), 4, checkpoint_dir=later, progress=False)
+    jstep.train(
+        step, state(), lambda step: batches(step + 6), 4, checkpoint_dir=later, progress=False
+    )
     assert jstep.explain_nonfinite(step, state(), lambda step: batches(step + 6), later) is None
 
 
 def test_a_checkpoint_that_is_not_finite_is_no_start(tmp_path):
     with jstep.Saver(tmp_path, allow_nonfinite=True) as saver:
-        jstep.train(STEP, make_state(), batches, 8, checkpoint_dir=saver, save_checkpoint_steps=2, progress=False)
+        jstep.train(
+            STEP,
+            make_state(),
+            batches,
+            8,
+            checkpoint_dir=saver,
+            save_checkpoint_steps=2,
+            progress=False,
+        )
     assert jstep.latest_checkpoint(tmp_path).endswith("model-8")
     assert jstep.explain_nonfinite(STEP, make_state(), batches, tmp_path).step == 5
 

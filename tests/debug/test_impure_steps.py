@@ -28,18 +28,25 @@ def impure_loss(read):
     def loss_fn(params, *batch):
         leaves = jax.tree.leaves((params, batch))
         total = sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves)
-        return total + jnp.sum(jnp.asarray(read()) * 1e-3) * jnp.sum(jax.tree.leaves(params)[0])  # the line
+        first = jnp.sum(jax.tree.leaves(params)[0])
+        return total + jnp.sum(jnp.asarray(read()) * 1e-3) * first  # the line
 
     return loss_fn
 
 
-LINE = 1 + next(i for i, line in enumerate(pathlib.Path(__file__).read_text().splitlines()) if "# the line" in line)
+LINE = 1 + next(
+    i
+    for i, line in enumerate(pathlib.Path(__file__).read_text().splitlines())
+    if "# the line" in line
+)
 
 
 def step_of(kind, loss_fn):
     if kind == "minimize":
         return jstep.minimize(loss_fn, OPTIMIZER)
-    update = jstep.minimize(jax.jit(loss_fn) if kind == "inner jit" else loss_fn, OPTIMIZER, jit=False)
+    update = jstep.minimize(
+        jax.jit(loss_fn) if kind == "inner jit" else loss_fn, OPTIMIZER, jit=False
+    )
 
     def step(state, *batch):
         return update(state, *batch)
@@ -47,7 +54,9 @@ def step_of(kind, loss_fn):
     return jax.jit(step) if kind == "jax.jit" else jstep.TrainStep(step)
 
 
-@pytest.mark.thorough(except_for=["minimize-np.random", "inner jit-counter", "jax.jit-clock", "TrainStep-key"])
+@pytest.mark.thorough(
+    except_for=["minimize-np.random", "inner jit-counter", "jax.jit-clock", "TrainStep-key"]
+)
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("kind", ["minimize", "TrainStep", "jax.jit", "inner jit"])
 def test_a_step_that_is_another_program_in_each_process_is_reported(kind, read):
@@ -66,7 +75,8 @@ def test_a_pure_step_is_not(kind):
 
     def loss_fn(params, *batch):
         noise = jax.pure_callback(lambda: np.float32(1.0), jax.ShapeDtypeStruct((), jnp.float32))
-        return impure_loss(lambda: jax.random.normal(key, ()))(params, *batch) + jax.lax.stop_gradient(noise)
+        loss = impure_loss(lambda: jax.random.normal(key, ()))(params, *batch)
+        return loss + jax.lax.stop_gradient(noise)
 
     for batches in (DATA, Positioned(DATA.__getitem__, int)):
         assert jstep.verify_resume(make_state, step_of(kind, loss_fn), batches, 2, 4)

@@ -56,7 +56,8 @@ def run(last_step=10, batches=batch, **kwargs):
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
-    """Directory and fingerprints of a run of ten steps with checkpoints at 4, 8 and 10; replays write nothing."""
+    """Directory and fingerprints of a run of ten steps with checkpoints at 4, 8 and 10; replays
+    write nothing."""
     directory = tmp_path_factory.mktemp("run")
     return directory, run(checkpoint_dir=directory, save_checkpoint_steps=4)
 
@@ -89,7 +90,10 @@ def test_replay_with_a_saver_and_a_prefix(tmp_path):
     with jstep.Saver(tmp_path, prefix="mine") as saver:
         states = run(checkpoint_dir=saver, save_checkpoint_steps=4)
         assert digest(jstep.replay(STEP, make_state(), batch, saver, 5).state) == states[5]
-    assert digest(jstep.replay(STEP, make_state(), batch, tmp_path, 9, prefix="mine").state) == states[9]
+    assert (
+        digest(jstep.replay(STEP, make_state(), batch, tmp_path, 9, prefix="mine").state)
+        == states[9]
+    )
 
 
 @pytest.mark.thorough
@@ -112,7 +116,8 @@ def test_iterator_position_is_restored(tmp_path):
 
 def test_no_state_before_the_step(finished_run, tmp_path):
     with pytest.raises(
-        ValueError, match=r"step=2: nothing lies before it: no checkpoint_dir.*state given is at step 5"
+        ValueError,
+        match=r"step=2: nothing lies before it: no checkpoint_dir.*state given is at step 5",
     ):
         jstep.replay(STEP, make_state(5), batch, None, 2)
     with pytest.raises(ValueError, match=r"are of \[\], and the state given is at step 5"):
@@ -123,7 +128,8 @@ def test_no_state_before_the_step(finished_run, tmp_path):
 
 def test_iterator_without_a_saved_position(finished_run):
     with pytest.raises(ValueError, match="the checkpoint of step 4 has no position"):
-        jstep.replay(STEP, make_state(), Positioned(batch), finished_run[0], 6)  # that run used a function of the step
+        # That run used a function of the step.
+        jstep.replay(STEP, make_state(), Positioned(batch), finished_run[0], 6)
 
 
 def test_batches_made_with_the_state_see_the_state_of_their_step():
@@ -153,7 +159,10 @@ def test_a_corrupted_checkpoint_is_skipped(tmp_path, caplog):
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith("replay: model-8 is skipped: ")
     for start in (3, 7):
-        assert digest(jstep.replay(STEP, make_state(), batch, tmp_path, 9, start=start).state) == states[9]
+        assert (
+            digest(jstep.replay(STEP, make_state(), batch, tmp_path, 9, start=start).state)
+            == states[9]
+        )
     with pytest.raises(ValueError, match="start=-1"):
         jstep.replay(STEP, make_state(), batch, tmp_path, 9, start=-1)
 
@@ -188,12 +197,25 @@ def test_a_replay_is_compared_with_fingerprints(place, tmp_path):
     logs = tmp_path / ("logs" if place == "logdir" else "run")
     hooks = [jstep.FingerprintHook(every_n_steps=3)]
     jstep.train(
-        STEP, make_state(), batch, 10, hooks=hooks, progress=False, checkpoint_dir=tmp_path / "run", logdir=logs
+        STEP,
+        make_state(),
+        batch,
+        10,
+        hooks=hooks,
+        progress=False,
+        checkpoint_dir=tmp_path / "run",
+        logdir=logs,
     )
     for steps_per_call in (1, 4):
-        jstep.replay(STEP, make_state(), batch, tmp_path / "run", 8, steps_per_call=steps_per_call, start=0)
-    with pytest.raises(ValueError, match="the state at step 6 is not the one of the run: its fingerprint is"):
-        jstep.replay(STEP, make_state(), lambda step: batch(step + (step == 4)), tmp_path / "run", 8)
+        jstep.replay(
+            STEP, make_state(), batch, tmp_path / "run", 8, steps_per_call=steps_per_call, start=0
+        )
+    with pytest.raises(
+        ValueError, match="the state at step 6 is not the one of the run: its fingerprint is"
+    ):
+        jstep.replay(
+            STEP, make_state(), lambda step: batch(step + (step == 4)), tmp_path / "run", 8
+        )
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])
@@ -207,13 +229,25 @@ def test_without_fingerprints_losses_are_compared(is_logged, steps_per_call, tmp
     caplog.clear()
 
     def replayed(step, batches=batch):
-        return jstep.replay(STEP, make_state(), batches, tmp_path / "run", step, start=0, steps_per_call=steps_per_call)
+        return jstep.replay(
+            STEP,
+            make_state(),
+            batches,
+            tmp_path / "run",
+            step,
+            start=0,
+            steps_per_call=steps_per_call,
+        )
 
     replayed(8)
     steps = "3, 6, 7" if is_logged else "7"
     assert caplog.messages[-1] == f"replay: compared with the run's losses at steps {steps}"
     replayed(2)
-    assert caplog.messages[-1].startswith("replay: compared with nothing: the run has recorded no fingerprint or loss")
+    assert caplog.messages[-1].startswith(
+        "replay: compared with nothing: the run has recorded no fingerprint or loss"
+    )
     first = 6 if is_logged else 7
-    with pytest.raises(ValueError, match=f"the loss at step {first} is not the one of the run: it is "):
+    with pytest.raises(
+        ValueError, match=f"the loss at step {first} is not the one of the run: it is "
+    ):
         replayed(8, lambda step: batch(step + 20 * (step >= 3)))

@@ -115,7 +115,8 @@ def test_make_state_that_returns_the_same_state():
 
 
 def test_a_loader_that_train_cannot_resume_is_not_reported_as_fine():
-    """`train` makes the first batch in a thread while it restores; a database connection may refuse that."""
+    """`train` makes the first batch in a thread while it restores; a database connection may refuse
+    that."""
 
     class OfOneThread(Positioned):
         thread = threading.get_ident()
@@ -154,7 +155,8 @@ def test_typed_keys_and_stages_resume():
 
 
 def test_what_a_position_does_not_keep_is_found():
-    """Two places share a list in a first process; the first run of the comparison loads no position."""
+    """Two places share a list in a first process; the first run of the comparison loads no
+    position."""
 
     class World:
         def __init__(self):
@@ -177,4 +179,5 @@ def test_what_a_position_does_not_keep_is_found():
     world, make = World(), lambda: jstep.TrainState.create({"w": 0.0}, optimizer)
     report = jstep.verify_resume(make, step, jstep.from_state(world), at=3, steps=6)
     assert report.differing == ("params/w",)
-    assert world.loads == 3  # for the second run, the restart and the search for the cause, none for the first
+    # Loaded for the second run, the restart and the search for the cause, not for the first.
+    assert world.loads == 3

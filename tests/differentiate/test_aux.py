@@ -40,7 +40,9 @@ def test_inexact_leaves_are_weighted_means(weight_fn):
 @pytest.mark.thorough(except_for=["bool"])
 @pytest.mark.parametrize("dtype", ["uint8", "uint32", "bool"])
 def test_integers_and_bools_are_summed_without_overflow(dtype):
-    aux = run(lambda x: {"n": jnp.full((2,), 200 if dtype not in ("int8", "bool") else 1).astype(dtype)})
+    aux = run(
+        lambda x: {"n": jnp.full((2,), 200 if dtype not in ("int8", "bool") else 1).astype(dtype)}
+    )
     np.testing.assert_array_equal(aux["n"], 2 if dtype in ("int8", "bool") else 400)
     assert aux["n"].dtype == ("uint32" if dtype == "uint32" else "int32")
 
@@ -84,7 +86,10 @@ def test_summary_lost_in_vmap_raises_with_a_fix():
     def loss_fn(params, x):
         return jnp.mean(params["w"] * jax.vmap(layer)(x))
 
-    with pytest.raises(RuntimeError, match=r"'row'.*test_aux.*in the loss.*return it.*merge\(\[summary\], collections"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"'row'.*test_aux.*in the loss.*return it.*merge\(\[summary\], collections",
+    ):
         jstep.minimize(loss_fn, optimizer)(state, X)
 
     def collecting_loss(params, x):
@@ -92,4 +97,5 @@ def test_summary_lost_in_vmap_raises_with_a_fix():
         jstep.summary.merge([made], collections=("summaries",))
         return jnp.mean(params["w"] * y)
 
-    assert jstep.minimize(collecting_loss, optimizer, jit=False)(state, X)[1]["summaries"].tags == ("row",)
+    _, metrics = jstep.minimize(collecting_loss, optimizer, jit=False)(state, X)
+    assert metrics["summaries"].tags == ("row",)

@@ -19,7 +19,9 @@ from jstep.differentiate.microbatches import squared_norm
 
 SHAPES = [(), (1,), (5,), (2, 3)]
 numbers = st.floats(-1e6, 1e6, width=32).map(lambda x: 0.0 if abs(x) < 1e-6 else x)
-arrays = st.sampled_from(SHAPES).flatmap(lambda shape: hnp.arrays(np.float32, shape, elements=numbers))
+arrays = st.sampled_from(SHAPES).flatmap(
+    lambda shape: hnp.arrays(np.float32, shape, elements=numbers)
+)
 trees = st.tuples(arrays, arrays).map(lambda xy: {"a": xy[0], "none": None, "b": [xy[1]]})
 limits = st.floats(1e-3, 1e3)
 CLIPS = {
@@ -42,7 +44,9 @@ def check_structure(before, after):
 
 
 def check_scaled(before, after, scale):
-    np.testing.assert_allclose(np.asarray(after, np.float64), before.astype(np.float64) * scale, rtol=3e-6, atol=1e-30)
+    np.testing.assert_allclose(
+        np.asarray(after, np.float64), before.astype(np.float64) * scale, rtol=3e-6, atol=1e-30
+    )
 
 
 @examples(100)
@@ -53,7 +57,9 @@ def test_clip_by_value(tree, low, width):
     check_structure(tree, clipped)
     for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(clipped), strict=True):
         # XLA may flush denormal numbers to zero.
-        np.testing.assert_allclose(after, np.minimum(np.maximum(before, low), high), rtol=0, atol=1e-37)
+        np.testing.assert_allclose(
+            after, np.minimum(np.maximum(before, low), high), rtol=0, atol=1e-37
+        )
 
 
 @examples(100)
@@ -66,7 +72,8 @@ def test_clip_by_norm(tree, limit):
     for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(clipped), strict=True):
         size = norm(before)
         if size < limit * (1 - 1e-6):
-            np.testing.assert_array_equal(after, before)  # within the limit values are bitwise unchanged
+            # Within the limit, values are bitwise unchanged.
+            np.testing.assert_array_equal(after, before)
         else:
             check_scaled(before, after, min(1.0, limit / size) if size else 1.0)
             assert norm(np.asarray(after)) <= limit * (1 + 1e-5)
@@ -75,9 +82,13 @@ def test_clip_by_norm(tree, limit):
 @pytest.mark.thorough
 @pytest.mark.parametrize("axes", [0, 1, -1, (0, 1)])
 def test_rows_of_a_table_are_clipped_over_axes(axes):
-    rows = jstep.IndexedSlices(jnp.array([[3.0, 4.0], [1.0, 0.0], [6.0, 8.0]]), jnp.array([2, 0, 2]), (4, 2))
+    rows = jstep.IndexedSlices(
+        jnp.array([[3.0, 4.0], [1.0, 0.0], [6.0, 8.0]]), jnp.array([2, 0, 2]), (4, 2)
+    )
     clipped = jstep.clip_by_norm({"t": rows}, 2.0, axes=axes)["t"].to_dense()
-    np.testing.assert_allclose(clipped, jstep.clip_by_norm(rows.to_dense(), 2.0, axes=axes), rtol=1e-6)
+    np.testing.assert_allclose(
+        clipped, jstep.clip_by_norm(rows.to_dense(), 2.0, axes=axes), rtol=1e-6
+    )
 
 
 @examples(100)
@@ -90,7 +101,9 @@ def test_clip_by_global_norm_with_a_known_norm(tree, limit, known):
 
 
 def test_known_values():
-    np.testing.assert_allclose(jstep.clip_by_norm(np.array([[3.0, 4.0]], np.float32), 4.0), [[2.4, 3.2]], rtol=1e-6)
+    np.testing.assert_allclose(
+        jstep.clip_by_norm(np.array([[3.0, 4.0]], np.float32), 4.0), [[2.4, 3.2]], rtol=1e-6
+    )
     rows = jstep.clip_by_norm(np.array([[3.0, 4.0], [0.3, 0.4]], np.float32), 1.0, axes=1)
     np.testing.assert_allclose(rows, [[0.6, 0.8], [0.3, 0.4]], rtol=1e-6)
     np.testing.assert_allclose(
@@ -98,7 +111,9 @@ def test_known_values():
         [[-2.88, 0.0, 0.0], [3.84, 0.0, 0.0]],
         rtol=1e-6,
     )  # the example of TensorFlow: the average norm is 5/6
-    clipped, size = jstep.clip_by_global_norm([np.array([-3.0], np.float32), None, np.array([4.0], np.float32)], 4.0)
+    clipped, size = jstep.clip_by_global_norm(
+        [np.array([-3.0], np.float32), None, np.array([4.0], np.float32)], 4.0
+    )
     assert float(size) == 5.0
     assert clipped[1] is None
     np.testing.assert_allclose([float(clipped[0][0]), float(clipped[2][0])], [-2.4, 3.2], rtol=1e-6)
@@ -123,7 +138,9 @@ def test_low_precision_norms_accumulate_in_float32(dtype):
         ):
             assert clipped.dtype == dtype
             np.testing.assert_allclose(
-                clipped.astype(jnp.float32), x.astype(jnp.float32) / expected, rtol=float(jnp.finfo(dtype).eps)
+                clipped.astype(jnp.float32),
+                x.astype(jnp.float32) / expected,
+                rtol=float(jnp.finfo(dtype).eps),
             )
     assert jstep.clip_by_value(large, -1.0, 1.0).dtype == dtype
 
@@ -162,8 +179,16 @@ def update_of(optimizer, grads, step=0):
 @pytest.mark.parametrize(
     ("given", "expected", "reported"),
     [
-        ({"by_value": 2.0}, ([2.0, 2.0], [-2.0]), {"clip_by_value_min": -2.0, "clip_by_value_max": 2.0}),
-        ({"by_value": (-1.0, 3.5)}, ([3.0, 3.5], [-1.0]), {"clip_by_value_min": -1.0, "clip_by_value_max": 3.5}),
+        (
+            {"by_value": 2.0},
+            ([2.0, 2.0], [-2.0]),
+            {"clip_by_value_min": -2.0, "clip_by_value_max": 2.0},
+        ),
+        (
+            {"by_value": (-1.0, 3.5)},
+            ([3.0, 3.5], [-1.0]),
+            {"clip_by_value_min": -1.0, "clip_by_value_max": 3.5},
+        ),
         ({"by_norm": 2.5}, ([1.5, 2.0], [-2.5]), {"clip_by_norm": 2.5}),
         ({"by_average_norm": 1.25}, ([1.5, 2.0], [-1.25]), {"clip_by_average_norm": 1.25}),
         ({"by_global_norm": 6.5}, ([1.5, 2.0], [-6.0]), {"clip_by_global_norm": 6.5}),
@@ -190,7 +215,9 @@ def test_clip_gradients(given, expected, reported):
 
 def test_scheduled_limits_follow_the_step():
     optimizer = jstep.clip_gradients(by_norm=lambda step: jnp.asarray([5.0, 1.0])[step])
-    np.testing.assert_allclose(update_of(optimizer, {"a": jnp.array([3.0, 4.0])}, 1)["a"], [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_allclose(
+        update_of(optimizer, {"a": jnp.array([3.0, 4.0])}, 1)["a"], [0.6, 0.8], rtol=1e-6
+    )
 
 
 # Sparse rows.
@@ -214,7 +241,8 @@ def test_repeated_rows_are_added_before_they_are_clipped(clip):
     np.testing.assert_allclose(clipped.to_dense(), clip(sparse.to_dense()), rtol=1e-6)
 
 
-# The programs of clipping: what is compiled for each leaf, what moves between devices, and the bits they compute.
+# The programs of clipping: what is compiled for each leaf, what moves between devices, and the bits
+# they compute.
 
 OPTIMIZER = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(0.1))
 
@@ -225,13 +253,17 @@ def update(state, grads):
 
 @pytest.mark.parametrize(
     ("names", "exponents"),
-    [(["global 1"], [-60, 50]), pytest.param(None, golden_clips.EXPONENTS, marks=pytest.mark.thorough)],
+    [
+        (["global 1"], [-60, 50]),
+        pytest.param(None, golden_clips.EXPONENTS, marks=pytest.mark.thorough),
+    ],
     ids=["few", "all"],
 )
 def test_values_and_norms_have_the_recorded_bits(names, exponents):
     known = json.loads(golden_clips.PATH.read_text())
     found = golden_clips.recorded(names, exponents)
-    # Recorded with XLA's default flags; with those of the tests complex numbers near 1e-36 round differently.
+    # Recorded with XLA's default flags; with those of the tests complex numbers near 1e-36 round
+    # differently.
     found = {case: bits for case, bits in found.items() if not case.endswith(" mixed global 1e-36")}
     assert len(found) > 12
     assert found == {case: known[case] for case in found}
@@ -248,9 +280,15 @@ def test_norms_of_bfloat16_have_the_bits_of_the_plain_sum(shape):
 
 
 def test_each_leaf_is_squared_and_summed_once():
-    params = {f"{name}{i}": jnp.ones(shape) for name, shape in (("w", (8, 8)), ("b", (8,))) for i in range(10)}
+    params = {
+        f"{name}{i}": jnp.ones(shape)
+        for name, shape in (("w", (8, 8)), ("b", (8,)))
+        for i in range(10)
+    }
     state = jstep.TrainState.create(params, OPTIMIZER)
-    assert jax.jit(update).lower(state, params).as_text().count("stablehlo.reduce(") <= len(params) + 2
+    assert (
+        jax.jit(update).lower(state, params).as_text().count("stablehlo.reduce(") <= len(params) + 2
+    )
 
 
 @pytest.mark.thorough
@@ -259,7 +297,11 @@ def test_sharded_leaves_are_not_gathered_and_their_sums_are_added_together(kind)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
 
     def moved(count):
-        specs = {"w": PartitionSpec("data", "model"), "v": PartitionSpec("model"), "r": PartitionSpec()}
+        specs = {
+            "w": PartitionSpec("data", "model"),
+            "v": PartitionSpec("model"),
+            "r": PartitionSpec(),
+        }
         params = {
             f"{name}{i}": jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, spec))
             for name, spec in specs.items()
@@ -267,7 +309,12 @@ def test_sharded_leaves_are_not_gathered_and_their_sums_are_added_together(kind)
         }
         state = jstep.TrainState.create(params, OPTIMIZER)
         program = jax.jit(update).lower(state, params).compile().as_text()
-        return sorted(re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", program))
+        return sorted(
+            re.findall(
+                r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(",
+                program,
+            )
+        )
 
     assert moved(1) == moved(3)
     assert set(moved(3)) == {"all-reduce"}
@@ -291,13 +338,20 @@ def test_clipping_with_debug_nans():
             clip({"a": jnp.array([3.0, 4.0])}, 1.0)
 
 
-@pytest.mark.parametrize("optimizer", [jstep.skip_nonfinite(jstep.adam(0.1)), OPTIMIZER], ids=["skip", "clip"])
+@pytest.mark.parametrize(
+    "optimizer", [jstep.skip_nonfinite(jstep.adam(0.1)), OPTIMIZER], ids=["skip", "clip"]
+)
 def test_norms_do_not_copy_leaves(optimizer):
     if jax.__version_info__ < (0, 10, 2):
-        pytest.skip("XLA of JAX before 0.10.2 materializes gradients that later versions fuse into their consumers")
+        pytest.skip(
+            "XLA of JAX before 0.10.2 materializes gradients "
+            "that later versions fuse into their consumers"
+        )
     params = {name: jax.ShapeDtypeStruct((1 << 18,), jnp.float32) for name in "abcd"}
     state = jax.eval_shape(lambda params: jstep.TrainState.create(params, optimizer), params)
-    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)
+    step = jax.jit(
+        lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0
+    )
     assert step.lower(state, params).compile().memory_analysis().temp_size_in_bytes < 1 << 14
 
 
@@ -328,7 +382,9 @@ def test_gradient_of_the_global_norm(size, dtype, wrap):
     found = wrap(jax.grad(jstep.global_norm))({"a": x, "b": jnp.zeros(2), "none": None})
     assert found["a"].dtype == dtype
     rtol = 1e-2 if dtype == "bfloat16" else 1e-5
-    np.testing.assert_allclose(np.asarray(found["a"], np.float64), exact / np.linalg.norm(exact), rtol=rtol)
+    np.testing.assert_allclose(
+        np.asarray(found["a"], np.float64), exact / np.linalg.norm(exact), rtol=rtol
+    )
     assert found["b"].tolist() == [0, 0]
 
 
@@ -343,7 +399,9 @@ def test_gradients_of_clipping(name, size, part):
     unit, clips = exact / np.linalg.norm(exact), limit < norm
     expected = limit / norm * (WEIGHTS - unit * (unit @ WEIGHTS)) if clips else WEIGHTS
     weights = jnp.asarray(WEIGHTS, jnp.float32)
-    by_x, by_limit = jax.jit(jax.grad(lambda x, c: jnp.dot(weights, CLIPS[name](x, c)), (0, 1)))(x, jnp.float32(limit))
+    by_x, by_limit = jax.jit(jax.grad(lambda x, c: jnp.dot(weights, CLIPS[name](x, c)), (0, 1)))(
+        x, jnp.float32(limit)
+    )
     np.testing.assert_allclose(by_x, expected, rtol=3e-5)
     np.testing.assert_allclose(by_limit, exact @ WEIGHTS / norm if clips else 0, rtol=1e-4)
 
@@ -353,13 +411,17 @@ def test_derivatives_at_zero():
     assert not jax.jit(jax.grad(jstep.global_norm))(zero).any()
     assert not jax.jit(jax.hessian(jstep.global_norm))(zero).any()
     for clip in CLIPS.values():
-        np.testing.assert_array_equal(jax.jit(jax.grad(lambda x, clip=clip: clip(x, 1.0).sum()))(zero), jnp.ones(3))
+        np.testing.assert_array_equal(
+            jax.jit(jax.grad(lambda x, clip=clip: clip(x, 1.0).sum()))(zero), jnp.ones(3)
+        )
 
 
 @pytest.mark.thorough
 def test_complex_numbers():
     z = jnp.array([3 + 4j])
-    np.testing.assert_allclose(jax.grad(jstep.global_norm)(z), jax.grad(lambda z: jnp.abs(z).sum())(z), rtol=1e-6)
+    np.testing.assert_allclose(
+        jax.grad(jstep.global_norm)(z), jax.grad(lambda z: jnp.abs(z).sum())(z), rtol=1e-6
+    )
     found = jax.grad(lambda z: jstep.clip_by_norm(z, 1.0).real.sum())(z)
     np.testing.assert_allclose(found, jax.grad(lambda z: (z.real / jnp.abs(z)).sum())(z), rtol=1e-5)
 
@@ -379,8 +441,12 @@ def test_bounds_are_broadcast_against_each_other():
 
 @pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("step", [0, 1, 2, 3])
-@pytest.mark.parametrize("how", ["by_value", "by_norm", "by_average_norm", "by_global_norm", "adaptive"])
-def test_a_limit_that_a_schedule_ends_at_0_is_the_same_by_hand_and_compiled(how: str, step: int) -> None:
+@pytest.mark.parametrize(
+    "how", ["by_value", "by_norm", "by_average_norm", "by_global_norm", "adaptive"]
+)
+def test_a_limit_that_a_schedule_ends_at_0_is_the_same_by_hand_and_compiled(
+    how: str, step: int
+) -> None:
     clip = jstep.clip_gradients(**{how: jstep.linear(1.0, -0.5, 3)})
     optimizer = jstep.chain(clip, jstep.gradient_descent(1.0))
     state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer, global_step=step)

@@ -38,13 +38,18 @@ def leaf(tree, path):
 
 
 def test_gradients_of_scalars_vectors_and_trees():
-    np.testing.assert_array_equal(jstep.gradients(lambda x: x**2, jnp.array([1.0, 2.0])), [2.0, 4.0])
+    np.testing.assert_array_equal(
+        jstep.gradients(lambda x: x**2, jnp.array([1.0, 2.0])), [2.0, 4.0]
+    )
     found = jstep.gradients(
-        lambda xs: {"p": xs["a"] * xs["b"], "q": [3 * xs["a"]]}, {"a": jnp.array([1.0, 2.0]), "b": jnp.float32(5)}
+        lambda xs: {"p": xs["a"] * xs["b"], "q": [3 * xs["a"]]},
+        {"a": jnp.array([1.0, 2.0]), "b": jnp.float32(5)},
     )
     np.testing.assert_array_equal(found["a"], [8.0, 8.0])
     assert float(found["b"]) == 3.0
-    np.testing.assert_array_equal(jax.jit(lambda x: jstep.gradients(jnp.sin, x))(jnp.zeros(2)), [1.0, 1.0])
+    np.testing.assert_array_equal(
+        jax.jit(lambda x: jstep.gradients(jnp.sin, x))(jnp.zeros(2)), [1.0, 1.0]
+    )
 
 
 def test_grad_ys_of_a_tree_with_integers():
@@ -53,13 +58,17 @@ def test_grad_ys_of_a_tree_with_integers():
 
     x = jnp.array([1.0, 3.0])
     np.testing.assert_array_equal(jstep.gradients(fn, x), [2.0, 6.0])
-    np.testing.assert_array_equal(jstep.gradients(fn, x, grad_ys={"n": None, "y": np.array([1, 10])}), [2.0, 60.0])
+    np.testing.assert_array_equal(
+        jstep.gradients(fn, x, grad_ys={"n": None, "y": np.array([1, 10])}), [2.0, 60.0]
+    )
     with pytest.raises(TypeError, match=r"grad_ys: .*'y'"):
         jstep.gradients(fn, x, grad_ys={"n": None, "y": "x"})
 
 
 def test_gradients_of_integers_are_none():
-    found = jstep.gradients(lambda xs: xs["a"] * xs["n"].astype(jnp.float32), {"a": 2.0, "n": jnp.int32(3)})
+    found = jstep.gradients(
+        lambda xs: xs["a"] * xs["n"].astype(jnp.float32), {"a": 2.0, "n": jnp.int32(3)}
+    )
     assert found["n"] is None
     assert float(found["a"]) == 3.0
     # The gradient of an unused input is zero, not None.
@@ -80,7 +89,9 @@ def test_aux_and_keyword_arguments():
     def with_aux(params, x, *, scale):
         return loss_fn(params, x) * scale, {"count": x.shape[0], "name": jnp.float32(1)}
 
-    (loss, aux), grads = jax.jit(jstep.compute_gradients(with_aux, has_aux=True))(PARAMS, X, scale=2.0)
+    (loss, aux), grads = jax.jit(jstep.compute_gradients(with_aux, has_aux=True))(
+        PARAMS, X, scale=2.0
+    )
     plain, expected = jax.jit(jstep.compute_gradients(loss_fn))(PARAMS, X)
     np.testing.assert_allclose(loss, 2 * plain, rtol=1e-6)
     close(grads, jax.tree.map(lambda g: 2 * g, expected))
@@ -129,7 +140,9 @@ def test_excluded_parameters_are_not_differentiated():
     def loss(params):
         return params["a"] * undifferentiable(params["b"])
 
-    _, grads = jstep.compute_gradients(loss, var_list=["a"])({"a": jnp.float32(2), "b": jnp.float32(3)})
+    _, grads = jstep.compute_gradients(loss, var_list=["a"])(
+        {"a": jnp.float32(2), "b": jnp.float32(3)}
+    )
     assert float(grads["a"]) == 3.0
     assert grads["b"] is None
 
@@ -153,18 +166,25 @@ def test_gates_are_optimization_barriers():
 @pytest.mark.parametrize("n", [1, 2, 3, 12])
 def test_microbatches_match_the_full_batch(n, method):
     full = jax.jit(jstep.compute_gradients(loss_fn))(PARAMS, X)
-    accumulated = jax.jit(jstep.compute_gradients(loss_fn, num_microbatches=n, aggregation_method=method))(PARAMS, X)
+    accumulated = jax.jit(
+        jstep.compute_gradients(loss_fn, num_microbatches=n, aggregation_method=method)
+    )(PARAMS, X)
     close(accumulated, full)
 
 
 def test_a_narrow_integer_of_numpy_is_a_number_of_microbatches():
-    narrow = jstep.compute_gradients(loss_fn, num_microbatches=np.uint8(200))(PARAMS, jnp.tile(X, (50, 1)))
-    close(narrow, jstep.compute_gradients(loss_fn, num_microbatches=200)(PARAMS, jnp.tile(X, (50, 1))))
+    narrow = jstep.compute_gradients(loss_fn, num_microbatches=np.uint8(200))(
+        PARAMS, jnp.tile(X, (50, 1))
+    )
+    close(
+        narrow, jstep.compute_gradients(loss_fn, num_microbatches=200)(PARAMS, jnp.tile(X, (50, 1)))
+    )
 
 
 @pytest.mark.parametrize("method", jstep.AggregationMethod)
 def test_weighted_microbatches(method):
-    """A mean over tokens, with different numbers per microbatch; one has none, so that its loss is NaN."""
+    """A mean over tokens, with different numbers per microbatch; one has none, so that its loss is
+    NaN."""
     mask = jnp.array([1, 1, 1, 0, 0, 1, 0, 0, 0, 1, 1, 0], jnp.float32)
 
     def masked(params, x, mask):
@@ -173,7 +193,11 @@ def test_weighted_microbatches(method):
 
     params = {"w": jnp.array([1.0, -2.0])}
     full = jax.jit(jstep.compute_gradients(masked))(params, X, mask)
-    options = {"num_microbatches": 4, "weight_fn": lambda x, mask: jnp.sum(mask), "aggregation_method": method}
+    options = {
+        "num_microbatches": 4,
+        "weight_fn": lambda x, mask: jnp.sum(mask),
+        "aggregation_method": method,
+    }
     accumulated = jax.jit(jstep.compute_gradients(masked, **options))(params, X, mask)
     close(accumulated, full)
 
@@ -185,7 +209,9 @@ def test_low_precision_gradients_are_summed_in_float32(method):
     def loss(params, x):
         return jnp.sum(params["w"].astype(jnp.float32) * jnp.mean(x))
 
-    compute = jax.jit(jstep.compute_gradients(loss, num_microbatches=512, aggregation_method=method))
+    compute = jax.jit(
+        jstep.compute_gradients(loss, num_microbatches=512, aggregation_method=method)
+    )
     _, grads = compute({"w": jnp.ones(1, jnp.bfloat16)}, jnp.ones(512))
     np.testing.assert_allclose(grads["w"].astype(jnp.float32), [1.0])
 
@@ -193,7 +219,9 @@ def test_low_precision_gradients_are_summed_in_float32(method):
 @pytest.mark.thorough
 def test_add_n_stacks_gradients_and_default_sums_them():
     def scans(method):
-        f = jstep.compute_gradients(lambda p, x: jnp.mean(x @ p["w"]), num_microbatches=4, aggregation_method=method)
+        f = jstep.compute_gradients(
+            lambda p, x: jnp.mean(x @ p["w"]), num_microbatches=4, aggregation_method=method
+        )
         jaxpr = jax.make_jaxpr(f)({"w": jnp.ones((2, 7))}, X)
         (scan,) = (e for e in jaxpr.eqns if e.primitive.name == "scan")
         return [v.aval.shape for v in scan.outvars]
@@ -226,7 +254,9 @@ def stopped(params, x):
 def scanned(params, x):
     """The carry passes `unused` through, so differentiation treats it as used; `b` is not used."""
     (_, total), _ = jax.lax.scan(
-        lambda c, row: ((c[0], c[1] + row @ params["w"] + 0 * c[0][0]), None), (params["unused"], 0.0), x
+        lambda c, row: ((c[0], c[1] + row @ params["w"] + 0 * c[0][0]), None),
+        (params["unused"], 0.0),
+        x,
     )
     return total
 
@@ -237,9 +267,15 @@ LOSSES = {
     "jit": (jax.jit(loss_fn_of_connected), {"w", "b"}),
     "remat": (jax.checkpoint(stopped), {"w"}),
     "scan": (scanned, {"w", "unused"}),
-    "cond": (lambda p, x: jax.lax.cond(x[0, 0] > 0, lambda: jnp.sum(p["w"]), lambda: p["b"]), {"w", "b"}),
+    "cond": (
+        lambda p, x: jax.lax.cond(x[0, 0] > 0, lambda: jnp.sum(p["w"]), lambda: p["b"]),
+        {"w", "b"},
+    ),
     "integers": (
-        lambda p, x: jnp.sum(p["w"] * p["n"].astype(jnp.float32)) + jnp.argmax(p["unused"]).astype(jnp.float32),
+        lambda p, x: (
+            jnp.sum(p["w"] * p["n"].astype(jnp.float32))
+            + jnp.argmax(p["unused"]).astype(jnp.float32)
+        ),
         {"w"},
     ),
 }
@@ -249,7 +285,9 @@ def connected(grads):
     return {name for name, grad in grads.items() if grad is not None}
 
 
-@pytest.mark.thorough(except_for=["AggregationMethod.DEFAULT-1-integers", "AggregationMethod.ADD_N-2-stop_gradient"])
+@pytest.mark.thorough(
+    except_for=["AggregationMethod.DEFAULT-1-integers", "AggregationMethod.ADD_N-2-stop_gradient"]
+)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("method", jstep.AggregationMethod)
@@ -267,7 +305,9 @@ def test_gradients_of_connected_parameters(name, n, method):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kwargs", [{}, {"num_microbatches": 2}, {"has_aux": True}, {"has_model_state": True}])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"num_microbatches": 2}, {"has_aux": True}, {"has_model_state": True}]
+)
 def test_unconnected_parameters_and_slots_do_not_change(kwargs):
     optimizer = jstep.adamw(0.1, weight_decay=0.5)
 
@@ -292,11 +332,15 @@ def test_unconnected_parameters_and_slots_do_not_change(kwargs):
 @pytest.mark.thorough
 def test_under_other_transformations():
     compute = jstep.compute_gradients(stopped)
-    batched = jax.vmap(lambda w: compute({**PARAMS_OF_CONNECTED, "w": w}, X_OF_CONNECTED))(jnp.ones((3, 2)))
-    assert connected(batched[1]) == {"w"}
-    meta = jax.grad(lambda w: jnp.sum(compute({**PARAMS_OF_CONNECTED, "w": w}, X_OF_CONNECTED)[1]["w"] ** 2))(
-        jnp.ones(2)
+    batched = jax.vmap(lambda w: compute({**PARAMS_OF_CONNECTED, "w": w}, X_OF_CONNECTED))(
+        jnp.ones((3, 2))
     )
+    assert connected(batched[1]) == {"w"}
+    meta = jax.grad(
+        lambda w: jnp.sum(compute({**PARAMS_OF_CONNECTED, "w": w}, X_OF_CONNECTED)[1]["w"] ** 2)
+    )(jnp.ones(2))
     assert np.all(np.isfinite(meta))
-    hessian = jax.jacfwd(lambda w: compute({**PARAMS_OF_CONNECTED, "w": w}, X_OF_CONNECTED)[1]["w"])(jnp.ones(2))
+    hessian = jax.jacfwd(
+        lambda w: compute({**PARAMS_OF_CONNECTED, "w": w}, X_OF_CONNECTED)[1]["w"]
+    )(jnp.ones(2))
     np.testing.assert_allclose(hessian, 2 * X_OF_CONNECTED.T @ X_OF_CONNECTED / 4, rtol=1e-5)

@@ -31,7 +31,9 @@ TREE = {
     "frozen": {"w": None},
     "scale": jnp.float32(-2.0),
 }
-MODEL = Model(jnp.array([1.0]), [Layer(jnp.array([3.0]), jnp.array([4.0])), Layer(jnp.array([5.0]), None)])
+MODEL = Model(
+    jnp.array([1.0]), [Layer(jnp.array([3.0]), jnp.array([4.0])), Layer(jnp.array([5.0]), None)]
+)
 
 
 @pytest.mark.parametrize(
@@ -39,10 +41,18 @@ MODEL = Model(jnp.array([1.0]), [Layer(jnp.array([3.0]), jnp.array([4.0])), Laye
     [
         (TREE, 1, {"dense": 5, "dense_2": 10, "scale": 2}),
         (TREE, 2, {"dense/b": 3, "dense/w": 4, "dense_2/inner": 10, "scale": 2}),
-        (TREE, 9, {"dense/b": 3, "dense/w": 4, "dense_2/inner/v": 8, "dense_2/inner/w": 6, "scale": 2}),
+        (
+            TREE,
+            9,
+            {"dense/b": 3, "dense/w": 4, "dense_2/inner/v": 8, "dense_2/inner/w": 6, "scale": 2},
+        ),
         (MODEL, 1, {"head": 1, "layers": 50**0.5}),
         (MODEL, 2, {"head": 1, "layers/0": 5, "layers/1": 5}),
-        (MODEL, np.int64(3), {"head": 1, "layers/0/kernel": 3, "layers/0/bias": 4, "layers/1/kernel": 5}),
+        (
+            MODEL,
+            np.int64(3),
+            {"head": 1, "layers/0/kernel": 3, "layers/0/bias": 4, "layers/1/kernel": 5},
+        ),
         ({"a/b": 1.0, "a": {"b": 2.0}}, 1, {"a": 2, "a/b": 1}),
         ({"a": {"b": 2.0}, "ab": 3}, 1, {"a": 2, "ab": 3}),
         (jnp.array([3.0, 4.0]), 2, {"": 5}),
@@ -62,7 +72,8 @@ def test_norms_by_path(tree, depth, want):
 @pytest.mark.thorough
 def test_every_dtype():
     tree = {
-        "half": jnp.full(10_000, 600.0, jnp.float16),  # squares do not fit float16, nor does the norm
+        # Neither the squares nor the norm fit float16.
+        "half": jnp.full(10_000, 600.0, jnp.float16),
         "complex": jnp.array([3 + 4j]),
         "integer": jnp.array([3, 4], jnp.int8),
         "host": np.array([3.0, 4.0]),
@@ -86,7 +97,10 @@ def test_rows_of_a_table_are_summed_first():
 def test_on_a_mesh_norms_are_replicated(kind):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
     placed = jax.device_put(jnp.arange(16.0).reshape(8, 2), NamedSharding(mesh, P("x", "y")))
-    tree = {"a": {"w": placed, "b": jax.device_put(jnp.ones(4), NamedSharding(mesh, P("x")))}, "b": placed}
+    tree = {
+        "a": {"w": placed, "b": jax.device_put(jnp.ones(4), NamedSharding(mesh, P("x")))},
+        "b": placed,
+    }
     with jax.set_mesh(mesh):
         for norms in (jstep.layer_norms(tree), jax.jit(jstep.layer_norms)(tree)):
             assert {name: float(norm) for name, norm in norms.items()} == pytest.approx(

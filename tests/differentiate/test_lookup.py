@@ -56,9 +56,13 @@ def test_lookups_are_merged_and_other_uses_are_dense():
 
 
 TRANSFORMED = {
-    "scan": lambda p: jax.lax.scan(lambda c, i: (c + jnp.sum(jstep.lookup(p["t"], i) ** 2), None), 0.0, IDS)[0],
+    "scan": lambda p: jax.lax.scan(
+        lambda c, i: (c + jnp.sum(jstep.lookup(p["t"], i) ** 2), None), 0.0, IDS
+    )[0],
     "vmap": lambda p: jnp.sum(jax.vmap(lambda i: jstep.lookup(p["t"], i) ** 2)(IDS)),
-    "cond": lambda p: jax.lax.cond(p["b"] < 1, lambda: jnp.sum(jstep.lookup(p["t"], IDS) ** 2), lambda: 0.0),
+    "cond": lambda p: jax.lax.cond(
+        p["b"] < 1, lambda: jnp.sum(jstep.lookup(p["t"], IDS) ** 2), lambda: 0.0
+    ),
     "remat": jax.checkpoint(lambda p: jnp.sum(jstep.lookup(p["t"], IDS) ** 2)),
     "jit": jax.jit(lambda p: jnp.sum(jstep.lookup(p["t"], IDS) ** 2)),
     "grad": lambda p: jnp.sum(jax.grad(lambda t: jnp.sum(jstep.lookup(t, IDS) ** 3))(p["t"])),
@@ -75,7 +79,10 @@ def test_lookups_in_other_transformations_are_dense(name):
 def test_step_does_not_allocate_the_table():
     """The compiled step needs less than 1 MiB of temporaries for a table of 8 MiB."""
     optimizer = jstep.adagrad(0.1)
-    table = {"t": jax.ShapeDtypeStruct((1 << 15, 64), jnp.float32), "b": jax.ShapeDtypeStruct((), jnp.float32)}
+    table = {
+        "t": jax.ShapeDtypeStruct((1 << 15, 64), jnp.float32),
+        "b": jax.ShapeDtypeStruct((), jnp.float32),
+    }
     state = jax.eval_shape(lambda p: jstep.TrainState.create(p, optimizer), table)
     step = jstep.minimize(loss_fn, optimizer)
     program = step.lower(state, jax.ShapeDtypeStruct((16,), jnp.int32)).compile()
@@ -93,7 +100,10 @@ def test_step_does_not_allocate_the_table():
 def test_rows_on_explicit_axes_are_sharded_like_ids_and_table(table, ids, rows):
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     values, places = np.arange(32.0).reshape(8, 4), np.array([5, 1, 7, 1])
-    given = jax.device_put(values, NamedSharding(mesh, table)), jax.device_put(places, NamedSharding(mesh, ids))
+    given = (
+        jax.device_put(values, NamedSharding(mesh, table)),
+        jax.device_put(places, NamedSharding(mesh, ids)),
+    )
     for context in (jax.set_mesh(mesh), contextlib.nullcontext()):
         with context:
             found = jstep.lookup(*given)
@@ -102,7 +112,11 @@ def test_rows_on_explicit_axes_are_sharded_like_ids_and_table(table, ids, rows):
 
 
 def test_map_gradients():
-    grads = {"t": jstep.IndexedSlices(jnp.ones((2, 2)), jnp.array([1, 1]), (6, 2)), "b": jnp.float32(3), "c": None}
+    grads = {
+        "t": jstep.IndexedSlices(jnp.ones((2, 2)), jnp.array([1, 1]), (6, 2)),
+        "b": jnp.float32(3),
+        "c": None,
+    }
     mapped = jstep.map_gradients(lambda g: g * 2, grads)
     assert mapped["c"] is None
     assert float(mapped["b"]) == 6
@@ -126,7 +140,13 @@ def test_gradients_of_two_tasks_are_added():
         "t": slices([1.0, 2.0, 3.0], [4, 2, 4]),
         "mixed": jnp.ones((6, 1)),
     }
-    two = {"a": None, "b": jnp.float32(2), "none": None, "t": slices([10.0], [2]), "mixed": slices([5.0], [1])}
+    two = {
+        "a": None,
+        "b": jnp.float32(2),
+        "none": None,
+        "t": slices([10.0], [2]),
+        "mixed": slices([5.0], [1]),
+    }
     for jit in (lambda fn: fn, jax.jit):
         total = jit(lambda *grads: jstep.map_gradients(lambda a, b: a + 2 * b, *grads))(one, two)
         assert (float(total["a"]), float(total["b"]), total["none"]) == (1, 4, None)
@@ -135,7 +155,9 @@ def test_gradients_of_two_tasks_are_added():
         np.testing.assert_array_equal(total["mixed"][:, 0], [1, 11, 1, 1, 1, 1])
         product = jit(lambda *grads: jstep.map_gradients(jnp.multiply, *grads))(one, two)
         np.testing.assert_array_equal(product["t"].to_dense()[:, 0], [0, 0, 20, 0, 0, 0])
-        three = jit(lambda *grads: jstep.map_gradients(lambda a, b, c: a + b + c, *grads))(one, two, two)
+        three = jit(lambda *grads: jstep.map_gradients(lambda a, b, c: a + b + c, *grads))(
+            one, two, two
+        )
         assert (float(three["a"]), float(three["b"])) == (1, 4)
     with pytest.raises(ValueError, match=r"pytree structure error|different|key mismatch"):
         jstep.map_gradients(jnp.add, one, {"a": 1.0})
@@ -144,12 +166,18 @@ def test_gradients_of_two_tasks_are_added():
 
 
 def test_gradients_of_two_losses_update_as_their_sum():
-    params = {"shared": jnp.float32(2), "a": jnp.float32(3), "b": jnp.float32(4), "unused": jnp.float32(5)}
+    params = {
+        "shared": jnp.float32(2),
+        "a": jnp.float32(3),
+        "b": jnp.float32(4),
+        "unused": jnp.float32(5),
+    }
     optimizer = jstep.adam(0.1)
     state = jstep.TrainState.create(params, optimizer)
     first = jstep.compute_gradients(lambda p: p["shared"] * p["a"])(params)[1]
     second = jstep.compute_gradients(lambda p: p["shared"] * p["b"] ** 2)(params)[1]
-    both = jstep.compute_gradients(lambda p: p["shared"] * p["a"] + p["shared"] * p["b"] ** 2)(params)[1]
+    of_both = jstep.compute_gradients(lambda p: p["shared"] * p["a"] + p["shared"] * p["b"] ** 2)
+    both = of_both(params)[1]
     added = jstep.map_gradients(jnp.add, first, second)
     assert added["unused"] is None
     one, other = (jstep.apply_gradients(state, grads, optimizer) for grads in (added, both))
@@ -178,7 +206,9 @@ def test_ids_outside_of_the_table_are_nan(ids, how):
         rows = (jax.jit(jstep.lookup) if how == "jit" else jstep.lookup)(TABLE, given)
         assert np.isnan(rows[0]).all()
         np.testing.assert_array_equal(rows[1], TABLE[1])
-        assert np.isnan(jstep.lookup(TABLE.astype(jnp.bfloat16), given)[0].astype(jnp.float32)).all()
+        assert np.isnan(
+            jstep.lookup(TABLE.astype(jnp.bfloat16), given)[0].astype(jnp.float32)
+        ).all()
         assert jstep.lookup(jnp.arange(6), given)[1] == 1  # integers have no NaN
         return
     optimizer = jstep.sgd(0.1)
@@ -186,7 +216,9 @@ def test_ids_outside_of_the_table_are_nan(ids, how):
 
     def loss(p, ids):
         if how == "scan":
-            return jax.lax.scan(lambda total, i: (total + jnp.sum(jstep.lookup(p["t"], i)), None), 0.0, ids)[0]
+            return jax.lax.scan(
+                lambda total, i: (total + jnp.sum(jstep.lookup(p["t"], i)), None), 0.0, ids
+            )[0]
         return jnp.sum(jstep.lookup(p["t"], ids))
 
     step = jstep.minimize(loss, optimizer, **options)
@@ -195,9 +227,13 @@ def test_ids_outside_of_the_table_are_nan(ids, how):
 
 @pytest.mark.thorough
 def test_the_last_row_is_minus_one():
-    np.testing.assert_array_equal(jstep.lookup(TABLE, jnp.array([-1, -6])), TABLE[jnp.array([5, 0])])
+    np.testing.assert_array_equal(
+        jstep.lookup(TABLE, jnp.array([-1, -6])), TABLE[jnp.array([5, 0])]
+    )
     for dtype in (jnp.uint8, jnp.int8):
-        np.testing.assert_array_equal(jstep.lookup(TABLE, jnp.array([5, 0], dtype)), TABLE[jnp.array([5, 0])])
+        np.testing.assert_array_equal(
+            jstep.lookup(TABLE, jnp.array([5, 0], dtype)), TABLE[jnp.array([5, 0])]
+        )
 
 
 @pytest.mark.thorough(except_for=["True"])

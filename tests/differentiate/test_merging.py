@@ -26,7 +26,8 @@ def merged(fn, *args):
     expected, found = (jaxpr_as_fun(one)(*jax.tree.leaves(args)) for one in (traced, made))
     for one, other in zip(expected, found, strict=True):
         assert one.dtype == other.dtype
-        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)  # XLA may fuse other operations
+        # XLA may fuse other operations.
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
     assert [var.aval for var in made.jaxpr.outvars] == [var.aval for var in traced.jaxpr.outvars]
     return names(made)
 
@@ -38,12 +39,18 @@ def by_row_sums(h):
 
 BODIES = {
     "here": lambda x: by_row_sums(x) + by_row_sums(x),
-    "scan": lambda x: jax.lax.scan(lambda c, _: (by_row_sums(c) + by_row_sums(c), None), x, None, length=2)[0],
+    "scan": lambda x: jax.lax.scan(
+        lambda c, _: (by_row_sums(c) + by_row_sums(c), None), x, None, length=2
+    )[0],
     "while": lambda x: jax.lax.while_loop(
         lambda c: jnp.sum(jnp.sin(c)) < 5, lambda c: by_row_sums(c) + by_row_sums(c) + 1, x
     ),
-    "cond": lambda x: jax.lax.cond(x[0, 0] < 0, lambda x: by_row_sums(x) + by_row_sums(x), jnp.sin, x),
-    "checkpoint": jax.checkpoint(lambda x: jnp.sum(x, -1, keepdims=True) / jnp.sum(x, -1, keepdims=True)),
+    "cond": lambda x: jax.lax.cond(
+        x[0, 0] < 0, lambda x: by_row_sums(x) + by_row_sums(x), jnp.sin, x
+    ),
+    "checkpoint": jax.checkpoint(
+        lambda x: jnp.sum(x, -1, keepdims=True) / jnp.sum(x, -1, keepdims=True)
+    ),
     "call": lambda x: jax.jit(lambda x: by_row_sums(x) + by_row_sums(x))(x) + by_row_sums(x),
 }
 
@@ -58,8 +65,14 @@ def test_an_equal_operation_is_computed_once(name):
 
 def test_divisions_by_broadcasts_share_an_inverse():
     row, scalar = X[0], X[0, 0]
-    assert merged(lambda x, row: (x / row[None], row[None] / x, x / row[None]), X, row).count("div") == 2
-    assert merged(lambda x, scalar: (x / scalar, x * 2 / scalar, -x / scalar), X, scalar).count("div") == 1
+    assert (
+        merged(lambda x, row: (x / row[None], row[None] / x, x / row[None]), X, row).count("div")
+        == 2
+    )
+    assert (
+        merged(lambda x, scalar: (x / scalar, x * 2 / scalar, -x / scalar), X, scalar).count("div")
+        == 1
+    )
     found = merged(lambda x, scalar: x / jnp.full_like(x, scalar), X, scalar)
     assert found == ["broadcast_in_dim", "div", "broadcast_in_dim", "mul"]
 
@@ -68,7 +81,8 @@ def test_other_divisions_stay():
     assert merged(lambda x: x / (x + 3), X) == ["add", "div"]
     assert merged(lambda x, y: x / y, X[0, 0], X[1, 1]) == ["div"]
     assert merged(lambda x: jax.lax.div(x, jnp.full_like(x, 3)), jnp.arange(4)).count("mul") == 0
-    assert merged(lambda x, y: x / y, X[:, :1], X[:1]).count("div") == 1  # each operand has fewer values
+    # Each operand has fewer values.
+    assert merged(lambda x, y: x / y, X[:, :1], X[:1]).count("div") == 1
 
 
 def test_dtypes_of_divisions():
@@ -81,7 +95,12 @@ def test_dtypes_of_divisions():
 
 def test_values_that_are_not_equal_stay():
     assert merged(lambda x: (x * 0.0, x * -0.0), X).count("mul") == 2
-    assert merged(lambda x: (x.astype(jnp.int32), x.astype(jnp.int16)), X).count("convert_element_type") == 2
+    assert (
+        merged(lambda x: (x.astype(jnp.int32), x.astype(jnp.int16)), X).count(
+            "convert_element_type"
+        )
+        == 2
+    )
     assert merged(lambda x: (jnp.sum(x, 0), jnp.sum(x, 1)), X).count("reduce_sum") == 2
     assert merged(lambda x: (jnp.full(2, 1), jnp.full(2, True)), X).count("broadcast_in_dim") == 2
 
@@ -103,7 +122,9 @@ def test_barriers_and_effects_stay(capfd):
 
 def test_constants_count_by_identity():
     one, other = jnp.asarray(TABLE), jnp.asarray(TABLE)
-    made = merge_equal(jax.make_jaxpr(lambda x: (x + one, jax.jit(lambda x: x + one)(x), x + other))(X))
+    made = merge_equal(
+        jax.make_jaxpr(lambda x: (x + one, jax.jit(lambda x: x + one)(x), x + other))(X)
+    )
     assert names(made).count("add") == 2
     assert len(made.consts) == 2
 
@@ -119,14 +140,19 @@ def test_the_scopes_of_inlined_calls_are_kept():
             return jnp.sum(jax.jit(inner)(x))
 
     made = merge_equal(jax.make_jaxpr(jax.grad(outer))(X))
-    (scopes,) = [jaxprs.name_stack(eqn) for *_, eqn in jaxprs.all_equations(made) if eqn.primitive.name == "cos"]
+    (scopes,) = [
+        jaxprs.name_stack(eqn)
+        for *_, eqn in jaxprs.all_equations(made)
+        if eqn.primitive.name == "cos"
+    ]
     assert re.search("jvp.*outer.*inner", scopes)
 
 
 def test_rules_of_differentiation_are_kept():
     traced = jax.make_jaxpr(lambda x: jax.nn.relu(x) + jax.nn.relu(x))(X)
     gradient = jax.grad(lambda x: jnp.sum(jaxpr_as_fun(merge_equal(traced))(x)[0]))
-    np.testing.assert_array_equal(gradient(jnp.zeros((4, 4))), 0.0)  # the rule's; that of max is 0.5
+    # The derivative of the rule; that of max is 0.5.
+    np.testing.assert_array_equal(gradient(jnp.zeros((4, 4))), 0.0)
 
 
 @pytest.mark.parametrize("gives", [lambda x: (x, x, 1.0), lambda x: (), lambda x: jnp.zeros(3)])

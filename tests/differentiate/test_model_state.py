@@ -18,10 +18,13 @@ SGD = jstep.sgd(0.1)
 
 
 def run(change, old, steps=2, **options):
-    """Return the model_state after steps whose loss changes one leaf by `change(old, x, labels, rng)`."""
+    """Return the model_state after steps whose loss changes one leaf by `change(old, x, labels,
+    rng)`."""
 
     def loss(params, state, x, labels, rng=None):
-        return jnp.mean((x @ params["w"]) ** 2), {"a": {"leaf": change(state["a"]["leaf"], x, labels, rng)}}
+        return jnp.mean((x @ params["w"]) ** 2), {
+            "a": {"leaf": change(state["a"]["leaf"], x, labels, rng)}
+        }
 
     step = jstep.minimize(loss, SGD, has_model_state=True, **options)
     state = jstep.TrainState.create({"w": jnp.ones(2)}, SGD, model_state={"a": {"leaf": old}})
@@ -56,7 +59,9 @@ ALIKE = {
     "unchanged": (lambda old, x, labels, rng: old, jnp.int32(3)),
     "flag": (lambda old, x, labels, rng: ~old, jnp.array(False)),
     "raw_key": (
-        lambda old, x, labels, rng: jax.random.key_data(jax.random.split(jax.random.wrap_key_data(old))[0]),
+        lambda old, x, labels, rng: jax.random.key_data(
+            jax.random.split(jax.random.wrap_key_data(old))[0]
+        ),
         jnp.arange(2, dtype=jnp.uint32),
     ),
     "steps_in_a_loop": (
@@ -76,7 +81,9 @@ OF_A_LANE = {
         jnp.int32(3),
     ),
     "while_by_rows": (
-        lambda old, x, labels, rng: jax.lax.while_loop(lambda s: s < labels[0], lambda s: s + s, old),
+        lambda old, x, labels, rng: jax.lax.while_loop(
+            lambda s: s < labels[0], lambda s: s + s, old
+        ),
         jnp.int32(3),
     ),
     "key": (lambda old, x, labels, rng: old + jax.random.randint(rng, (), 0, 100), jnp.int32(0)),
@@ -99,13 +106,18 @@ def test_integers_that_no_lane_changes_alone_are_those_of_one_lane(options, name
     np.testing.assert_array_equal(run(change, old, **OPTIONS[options]), run(change, old, **parts))
 
 
-@pytest.mark.thorough(except_for=["lanes-counts", "lanes-number_of_rows", "lanes-key", "microbatches-number_of_rows"])
+@pytest.mark.thorough(
+    except_for=["lanes-counts", "lanes-number_of_rows", "lanes-key", "microbatches-number_of_rows"]
+)
 @pytest.mark.parametrize("name", OF_A_LANE)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_integers_that_depend_on_a_lane_are_refused(options, name):
     change, old = OF_A_LANE[name]
     key = {"rng": jax.random.key(1)} if name == "key" else {}
-    with pytest.raises(TypeError, match=r"lanes=\d: the leaf 'a/leaf' of model_state must not depend on the rows"):
+    with pytest.raises(
+        TypeError,
+        match=r"lanes=\d: the leaf 'a/leaf' of model_state must not depend on the rows",
+    ):
         run(change, old, **OPTIONS[options], **key)
 
 
@@ -123,7 +135,9 @@ def test_what_all_lanes_compute_alike_is_what_the_function_computes():
         return {
             "cond": jax.lax.cond(n > 1, lambda y: y / jnp.sum(y), lambda y: y * jnp.sum(y), x),
             "while": jax.lax.while_loop(
-                lambda carry: jnp.sum(carry[1]) * carry[0].astype(jnp.float32) < most * 40, turn, (1, x)
+                lambda carry: jnp.sum(carry[1]) * carry[0].astype(jnp.float32) < most * 40,
+                turn,
+                (1, x),
             ),
             "nothing": jnp.zeros(3),
             "norm": jax.jit(lambda y: jnp.sqrt(jnp.sum(y**2)))(x) * 2.0,
@@ -133,7 +147,9 @@ def test_what_all_lanes_compute_alike_is_what_the_function_computes():
     x = jnp.arange(6.0) + 1
     for n in (jnp.int32(1), jnp.int32(2)):
         found, expected = evaluate_reproducibly(Lanes(2), fn, x, n), jax.jit(fn)(x, n)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, strict=True), found, expected)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, strict=True), found, expected
+        )
 
 
 def test_which_operations_every_device_computes_on_its_parts():
@@ -153,8 +169,12 @@ def test_which_operations_every_device_computes_on_its_parts():
             jax.jit(jnp.cumsum)(x),
         ]
 
-    program, _ = trace_on_lanes(Lanes(4), lambda given: fn(*given), [jnp.arange(8.0), jnp.ones(3), jnp.int32(2)])
-    operations = [one for one in body_of(program).operations if one.name not in ("gt", "convert_element_type")]
+    program, _ = trace_on_lanes(
+        Lanes(4), lambda given: fn(*given), [jnp.arange(8.0), jnp.ones(3), jnp.int32(2)]
+    )
+    operations = [
+        one for one in body_of(program).operations if one.name not in ("gt", "convert_element_type")
+    ]
     assert [(one.name, _way(4, one)) for one in operations] == [
         ("add", "shards"),
         ("reduce_sum", "sum"),
@@ -186,5 +206,7 @@ def test_the_class_of_a_model_state_gets_arrays_alone():
         return jnp.mean((x @ params["w"]) ** 2), OfArrays(0.5 * state.mean + jnp.mean(x))
 
     step = jstep.minimize(loss, SGD, has_model_state=True, lanes=4)
-    state, _ = step(jstep.TrainState.create({"w": jnp.ones(2)}, SGD, model_state=OfArrays(jnp.float32(1.0))), X)
+    state, _ = step(
+        jstep.TrainState.create({"w": jnp.ones(2)}, SGD, model_state=OfArrays(jnp.float32(1.0))), X
+    )
     np.testing.assert_allclose(state.model_state.mean, 0.5 + np.mean(X), rtol=1e-6)

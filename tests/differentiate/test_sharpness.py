@@ -19,7 +19,9 @@ def loss_fn(params, x):
 def reference(rho, adaptive):
     g = jax.grad(loss_fn)(PARAMS, X)
     size = jax.tree.map(jnp.abs if adaptive else jnp.ones_like, PARAMS)
-    norm = jnp.sqrt(sum(jnp.sum((s * d) ** 2) for s, d in zip(*map(jax.tree.leaves, (size, g)), strict=True)))
+    norm = jnp.sqrt(
+        sum(jnp.sum((s * d) ** 2) for s, d in zip(*map(jax.tree.leaves, (size, g)), strict=True))
+    )
     perturbed = jax.tree.map(lambda p, s, d: p + rho * s * s * d / (norm + 1e-12), PARAMS, size, g)
     return jax.grad(loss_fn)(perturbed, X)
 
@@ -42,10 +44,19 @@ def test_both_gradients_use_the_same_key_and_model_state():
 
     def noisy(params, model_state, x, rng):
         noise = jax.random.normal(rng, x.shape)
-        return loss_fn(params, x + noise), ({"n": model_state["n"] + 1}, {"noise": noise[0, 0], "w": params["w"]})
+        return loss_fn(params, x + noise), (
+            {"n": model_state["n"] + 1},
+            {"noise": noise[0, 0], "w": params["w"]},
+        )
 
     step = jstep.minimize(
-        noisy, optimizer, sharpness=0.1, has_model_state=True, has_aux=True, rng=jax.random.key(0), metrics="grad_norm"
+        noisy,
+        optimizer,
+        sharpness=0.1,
+        has_model_state=True,
+        has_aux=True,
+        rng=jax.random.key(0),
+        metrics="grad_norm",
     )
     state, metrics = step(jstep.TrainState.create(PARAMS, optimizer, model_state={"n": 0}), X)
     assert jstep.global_step(state) == 1
@@ -68,10 +79,14 @@ def test_zero_gradient_and_zero_radius():
 def test_schedule_is_evaluated_at_the_step(adaptive):
     optimizer = jstep.gradient_descent(0.1)
     schedule = jstep.piecewise_constant([0], [0.5, 0.1])
-    step = jstep.minimize(loss_fn, optimizer, sharpness=schedule, adaptive=adaptive, metrics=("grad_norm",))
+    step = jstep.minimize(
+        loss_fn, optimizer, sharpness=schedule, adaptive=adaptive, metrics=("grad_norm",)
+    )
     state = jstep.TrainState.create(PARAMS, optimizer)
     fixed = {
-        rho: jstep.minimize(loss_fn, optimizer, sharpness=jnp.float32(rho), adaptive=adaptive, donate=False)
+        rho: jstep.minimize(
+            loss_fn, optimizer, sharpness=jnp.float32(rho), adaptive=adaptive, donate=False
+        )
         for rho in (0.5, 0.1)
     }
     for rho in (0.5, 0.1, 0.1):
@@ -83,7 +98,10 @@ def test_schedule_is_evaluated_at_the_step(adaptive):
 
 def test_the_gradient_noise_of_parts_by_hand():
     def found(weights, parts, whole):
-        return [float(one) for one in estimate_noise(Squares(weights, jnp.float32(parts), jnp.float32(whole)))]
+        return [
+            float(one)
+            for one in estimate_noise(Squares(weights, jnp.float32(parts), jnp.float32(whole)))
+        ]
 
     assert found(1.0, [4.0, 8.0], 5.0) == [2.0, 4.0]
     assert found(jnp.float32([1, 0, 3]), [4.0, np.nan, 8.0], 6.0) == [4.0, 5.0]
@@ -95,4 +113,8 @@ def test_the_gradient_noise_of_parts_by_hand():
     for some, parts, whole in (([None, one], [1, 2], 1), ([one, None, other], [6, 4], 6)):
         together = together_squared(some)
         assert together is not None
-        assert (together.weights, together.parts.tolist(), float(together.whole)) == (2, parts, whole)
+        assert (together.weights, together.parts.tolist(), float(together.whole)) == (
+            2,
+            parts,
+            whole,
+        )

@@ -1,4 +1,5 @@
-"""Two processes: ages of slots that a partial restore makes, and what the optimizers of custom steps report."""
+"""Two processes: ages of slots that a partial restore makes, and what the optimizers of custom
+steps report."""
 
 import processes
 import pytest
@@ -28,7 +29,7 @@ moved = [step(state, data[:4])[0] for state in (restored, fresh)]
 same.append(all(local(a) == local(b) for a, b in zip(*map(jax.tree.leaves, moved), strict=True)))
 print("same", *same)
 print("ages", int(fresh.slots["start_step"]), int(kept.slots["start_step"]), flush=True)
-"""
+"""  # noqa: E501
 
 REPORTS = """
 held = jstep.adam(jstep.held("learning_rate", 0.02))
@@ -47,7 +48,7 @@ for name, step in steps.items():
     state = jstep.shard_state(jstep.TrainState.create(init(), held), mesh)
     jstep.train(step, state, batches, 4, hooks=[history, Halve()], log_steps=None, batch_sharding="data")
     print(name, *np.asarray(history["learning_rate"][1]).round(4), sorted(history.names), flush=True)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.thorough

@@ -1,4 +1,5 @@
-"""What processes agree on, with threads in their place: values, texts, errors, shapes, signals and the time limit."""
+"""What processes agree on, with threads in their place: values, texts, errors, shapes, signals and
+the time limit."""
 
 import signal
 import threading
@@ -28,12 +29,20 @@ def test_any_and_max_of_all_processes(three):
     assert three.each(lambda i: processes.any_process(i == 2)) == [True] * 3
     assert three.each(lambda i: processes.any_process(False)) == [False] * 3
     rows = np.array([[1, 5], [2, 0], [0, 4]], np.int32)
-    assert [found.tolist() for found in three.each(lambda i: processes.max_over_processes(rows[i]))] == [[2, 5]] * 3
+    found = three.each(lambda i: processes.max_over_processes(rows[i]))
+    assert [one.tolist() for one in found] == [[2, 5]] * 3
 
 
 def test_texts_of_all_processes_in_order(three):
-    """The first 952 bytes are in the message that says what is exchanged; rooms of few sizes follow, if need be."""
-    for longest, rest in ((0, []), (952, []), (953, [1024]), (952 + 1024, [1024]), (952 + 1025, [2048])):
+    """The first 952 bytes are in the message that says what is exchanged; rooms of few sizes
+    follow, if need be."""
+    for longest, rest in (
+        (0, []),
+        (952, []),
+        (953, [1024]),
+        (952 + 1024, [1024]),
+        (952 + 1025, [2048]),
+    ):
         texts = ["é", "", "x" * longest]
         three.exchanges.clear()
         assert three.each(lambda i, texts=texts: processes.gather_texts(texts[i])) == [texts] * 3
@@ -41,14 +50,18 @@ def test_texts_of_all_processes_in_order(three):
 
 
 def test_processes_that_exchange_different_things_are_an_error_of_all(three):
-    """The first message has one shape, whatever follows: in programs that do not fit, all would wait for ever."""
+    """The first message has one shape, whatever follows: in programs that do not fit, all would
+    wait for ever."""
 
     def exchange(index):
         if index == 1:
             return processes.gather_texts("x" * 5000)
         return processes.any_process(False) if index else processes.broadcast_ints(1, 2)
 
-    text = "numbers of process 0, int32[2, 2] on process 0; texts on process 1; numbers, bool[1] on process 2. Branch"
+    text = (
+        "numbers of process 0, int32[2, 2] on process 0; texts on process 1; "
+        "numbers, bool[1] on process 2. Branch"
+    )
     for error in three.each(exchange):
         assert type(error) is RuntimeError
         assert text in str(error)
@@ -56,10 +69,14 @@ def test_processes_that_exchange_different_things_are_an_error_of_all(three):
 
 def test_integers_and_bytes_are_those_of_process_0(three):
     numbers = [0, 1, 2**31, 2**61 + 12345, -1, -(2**40)]
-    assert three.each(lambda i: processes.broadcast_ints(*(n + i for n in numbers))) == [numbers] * 3
+    assert (
+        three.each(lambda i: processes.broadcast_ints(*(n + i for n in numbers))) == [numbers] * 3
+    )
     for data in (b"", b"a", bytes(range(256))):
         others = [data, b"longer" * 100, b""]
-        assert three.each(lambda i, others=others: processes.broadcast_bytes(others[i])) == [data] * 3
+        assert (
+            three.each(lambda i, others=others: processes.broadcast_bytes(others[i])) == [data] * 3
+        )
 
 
 def test_a_save_of_processes_that_did_not_iterate_alike_is_an_error_of_all(three):
@@ -94,14 +111,21 @@ def test_an_error_of_one_process_is_an_error_of_all(three):
     here, *others = three.each(on_all)
     assert type(here) is OSError
     assert str(here) == "it cannot be read: process 1: KeyError: 'of process 1'"
-    assert [repr(error) for error in others] == ["KeyError('of process 1')", "KeyError('of process 2')"]
+    assert [repr(error) for error in others] == [
+        "KeyError('of process 1')",
+        "KeyError('of process 2')",
+    ]
     assert three.each(lambda i: processes.share_errors(lambda: i * 2, "none fails")) == [0, 2, 4]
 
 
 def test_shapes_are_compared_once_and_errors_name_what_differs(three, monkeypatch):
-    """Arrays of one process are told nobody; with `shapes`, which stand for them, the leaves are not looked at."""
+    """Arrays of one process are told nobody; with `shapes`, which stand for them, the leaves are
+    not looked at."""
     agreed = [AgreedShapes() for _ in range(3)]
-    same, other = {"x": jnp.ones((2, 3)), "y": jnp.ones(2)}, {"x": jnp.ones((2, 4)), "y": jnp.ones(2)}
+    same, other = (
+        {"x": jnp.ones((2, 3)), "y": jnp.ones(2)},
+        {"x": jnp.ones((2, 4)), "y": jnp.ones(2)},
+    )
     assert three.each(lambda i: agreed[i].check(None, ({"x": jnp.ones(i)},))) == [None] * 3
     assert not three.exchanges
     monkeypatch.setattr(agreed_shapes, "_spans_processes", lambda leaf: isinstance(leaf, jax.Array))
@@ -109,20 +133,29 @@ def test_shapes_are_compared_once_and_errors_name_what_differs(three, monkeypatc
         assert three.each(lambda i: agreed[i].check(None, (same,))) == [None] * 3
         assert three.each(lambda i: agreed[i].check(None, (same,), "known")) == [None] * 3
     assert len(three.exchanges) == 2  # once for each
-    assert three.each(lambda i: agreed[i].check(None, (other if i else same,), "known")) == [None] * 3
+    assert (
+        three.each(lambda i: agreed[i].check(None, (other if i else same,), "known")) == [None] * 3
+    )
     errors = three.each(lambda i: agreed[i].check(None, (other if i == 1 else same,), "new"))
     assert {str(error) for error in errors} == {
-        "batch: must be alike on all processes, got float32[2,3] at 'x', float32[2] at 'y' on process 0, "
+        "batch: must be alike on all processes, got float32[2,3] at 'x', "
+        "float32[2] at 'y' on process 0, "
         "float32[2,4] at 'x', float32[2] at 'y' on 1"
     }
-    fewer = three.each(lambda i: agreed[i].check(None, (same["x"],) if i < 2 else (same["x"], same["y"]), "other"))
-    assert "got float32[2,3] on process 0, float32[2,3] at '0', float32[2] at '1' on 2" in str(fewer[0])
-    kept = three.each(lambda i: agreed[i].check(None, (same["y"],) if i < 2 else (same["y"], same["y"]), "new"))
+    fewer = three.each(
+        lambda i: agreed[i].check(None, (same["x"],) if i < 2 else (same["x"], same["y"]), "other")
+    )
+    words = "got float32[2,3] on process 0, float32[2,3] at '0', float32[2] at '1' on 2"
+    assert words in str(fewer[0])
+    kept = three.each(
+        lambda i: agreed[i].check(None, (same["y"],) if i < 2 else (same["y"], same["y"]), "new")
+    )
     assert all(isinstance(error, ValueError) for error in kept)  # what failed is not known
 
 
 def test_all_processes_leave_with_the_signal_of_one(three, monkeypatch):
-    """JAX's service says at which call; SIGTERM of the service is less than the signal that one process has."""
+    """JAX's service says at which call; SIGTERM of the service is less than the signal that one
+    process has."""
     calls = {i: iter([False, True]) for i in range(3)}
     monkeypatch.setattr(processes, "should_stop", lambda: next(calls[three.index]))
     monkeypatch.setattr(processes, "request_stop", lambda: asked.append(three.index))
@@ -156,7 +189,9 @@ def test_the_time_limit_is_that_of_process_0(three, monkeypatch):
     monkeypatch.setattr(processes, "should_stop", lambda: False)
 
     clocks = {i: iter([0.0, 4.0, 9.9, 10.0] if i == 0 else [100.0] * 4) for i in range(3)}
-    monkeypatch.setattr(signals, "time", types.SimpleNamespace(monotonic=lambda: next(clocks[three.index])))
+    monkeypatch.setattr(
+        signals, "time", types.SimpleNamespace(monotonic=lambda: next(clocks[three.index]))
+    )
 
     def stopped(index):
         stop = StopSignals(lambda: 10.0)
@@ -180,23 +215,32 @@ def test_a_signal_that_comes_too_late_for_the_others(three, monkeypatch):
     assert three.each(lambda i: left(i, None)) == [None] * 3
     processes.check_no_other_run()
     assert three.each(lambda i: left(i, signal.SIGHUP)) == [signal.SIGHUP] * 3
-    assert three.each(lambda i: left(i, signal.SIGINT)) == [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]
+    assert three.each(lambda i: left(i, signal.SIGINT)) == [
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGTERM,
+    ]
     # JAX's service, which has the request, would stop it.
     with pytest.raises(RuntimeError, match="a signal stopped an earlier run"):
         processes.check_no_other_run()
 
 
-# Which steps processes agree on by the clock of process 0: two clocks in one process, and a broadcast between them.
+# Which steps processes agree on by the clock of process 0: two clocks in one process, and a
+# broadcast between them.
 
 SECS = 10.0
 
 
 class Two:
-    """Process 0 and another one, whose clock runs at another speed; each step takes as long as is given."""
+    """Process 0 and another one, whose clock runs at another speed; each step takes as long as is
+    given."""
 
     def __init__(self, secs=SECS, speed=3.0):
         self.now, self.sent, self.step, self.asked = 100.0, [0, 0], 0, ([], [])
-        self.clocks = (AgreedClock(secs, lambda: self.now), AgreedClock(secs, lambda: 7.0 + speed * self.now))
+        self.clocks = (
+            AgreedClock(secs, lambda: self.now),
+            AgreedClock(secs, lambda: 7.0 + speed * self.now),
+        )
 
     def _send(self, *numbers):
         self.asked[0].append(self.step)
@@ -245,7 +289,8 @@ def test_a_long_period_takes_few_exchanges():
 @pytest.mark.parametrize("changes_after", [0.2, 0.5, 0.9, 0.99])
 @pytest.mark.parametrize("secs", [60.0, 600.0])
 def test_a_period_ends_late_by_seconds_if_steps_become_slower(secs, changes_after, slower):
-    """A mean of the whole period would plan the last exchange by steps that are not taken any more."""
+    """A mean of the whole period would plan the last exchange by steps that are not taken any
+    more."""
     two, step_secs = Two(secs, speed=0.5), 0.1
     began = two.now
     while not two.due(step_secs if two.now - began < changes_after * secs else slower * step_secs):
@@ -285,7 +330,9 @@ def test_one_process_communicates_nothing():
 
 def test_a_stop_is_remembered_and_refuses_another_run(monkeypatch):
     answers = iter([False, False, True])
-    monkeypatch.setattr(processes.multihost_utils, "reached_preemption_sync_point", lambda step: next(answers))
+    monkeypatch.setattr(
+        processes.multihost_utils, "reached_preemption_sync_point", lambda step: next(answers)
+    )
     monkeypatch.setattr(processes, "_has_stopped", threading.Event())
     assert not processes.should_stop()
     assert not processes.should_stop()

@@ -1,4 +1,5 @@
-"""Branches, histories, and complete checkpoints on two processes, and on one with as many devices."""
+"""Branches, histories, and complete checkpoints on two processes, and on one with as many
+devices."""
 
 import pytest
 from processes import printed, run
@@ -44,7 +45,7 @@ try:
     train(15, "refused", edited(5), start_from=f"{folder}/trunk")
 except ValueError as error:
     print("refused", "at the step of the state passed, 5, got one at step 10" in str(error))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.thorough

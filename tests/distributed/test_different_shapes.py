@@ -1,4 +1,5 @@
-"""Batches whose shapes differ between processes: an error on all of them, where each would wait for the others."""
+"""Batches whose shapes differ between processes: an error on all of them, where each would wait for
+the others."""
 
 import re
 
@@ -63,7 +64,7 @@ attempt("padded", lambda: train(lambda n: x((4, 3)[process]), padded))
 if process == 0:  # one process alone, with a state of its own
     step(jstep.TrainState.create(init, optimizer), x(2))
 attempt("after", lambda: by_hand(lambda n: x(2)))
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""`initialize()` without arguments: environment variables that launchers set for their processes."""
+"""`initialize()` without arguments: environment variables that launchers set for their
+processes."""
 
 import os
 
@@ -16,12 +17,17 @@ SLURM = {
     "SLURM_PROCID": "1",
     "SLURM_LOCALID": "0",
 }
-SKY = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0"}
+SKY = {
+    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_RANK": "0",
+}
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of `jax.distributed.initialize`, with the launchers' variables removed from the environment."""
+    """The calls of `jax.distributed.initialize`, with the launchers' variables removed from the
+    environment."""
     for name in list(os.environ):
         if name.startswith(KINDS) and name != "JAX_PLATFORMS":
             monkeypatch.delenv(name)
@@ -45,11 +51,14 @@ def with_environment(monkeypatch, variables):
     [
         (FULL, {}, ("10.0.0.1:1234", 2, 0, "deactivate")),
         (FULL, {"num_processes": 3}, ("10.0.0.1:1234", 3, 0, "deactivate")),
-        ({}, {"coordinator_address": "h:1", "num_processes": 2, "process_id": 0}, ("h:1", 2, 0, "deactivate")),
-        # Complete settings override an outer launcher: Ray on SLURM, several processes per SkyPilot node.
+        ({}, {"coordinator_address": "h:1", "num_processes": 2, "process_id": 0},
+         ("h:1", 2, 0, "deactivate")),
+        # Complete settings override an outer launcher: Ray on SLURM, or several processes on a
+        # node of SkyPilot.
         (FULL | SLURM | {"SLURM_NTASKS": "7"}, {}, ("10.0.0.1:1234", 2, 0, "deactivate")),
         (FULL | SKY | {"SKYPILOT_NUM_NODES": "7"}, {}, ("10.0.0.1:1234", 2, 0, "deactivate")),
-        (SKY | SLURM | {"SLURM_NTASKS": "7", "JAX_COORDINATOR_PORT": "9"}, {}, ("10.0.0.1:9", 2, 0, "deactivate")),
+        (SKY | SLURM | {"SLURM_NTASKS": "7", "JAX_COORDINATOR_PORT": "9"}, {},
+         ("10.0.0.1:9", 2, 0, "deactivate")),
         # JAX reads the variables of SLURM itself.
         (SLURM, {}, (None, None, None, None)),
         (SLURM | {"JAX_COORDINATOR_ADDRESS": "h:1"}, {}, ("h:1", None, None, None)),
@@ -72,7 +81,10 @@ def test_arguments_for_jax(calls, monkeypatch, variables, arguments, want):
         ({**FULL, "JAX_NUM_PROCESSES": "1"}, {}),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {}),
         ({"SKYPILOT_NUM_NODES": "1"}, {}),
-        ({"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_NODE_RANK": "0"}, {}),
+        (
+            {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_NODE_RANK": "0"},
+            {},
+        ),
         (SLURM | FULL, {"num_processes": 1}),
     ],
 )
@@ -90,7 +102,10 @@ def no_cluster_detected(monkeypatch):
     """Replace JAX's function by one that raises like JAX when it detects no cluster."""
 
     def initialize(address, count, index, **kwargs):
-        for value, words in ((address, "coordinator_address should be"), (count, "Number of processes must be")):
+        for value, words in (
+            (address, "coordinator_address should be"),
+            (count, "Number of processes must be"),
+        ):
             if value is None:
                 raise ValueError(f"{words} defined.")
         raise ValueError("The process id of the current process must be defined.")
@@ -101,20 +116,27 @@ def no_cluster_detected(monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        (without(FULL, "JAX_PROCESS_ID"), ["JAX_COORDINATOR_ADDRESS='10", "JAX_NUM_PROCESSES=2", "JAX_PROCESS_ID"]),
-        (without(FULL, "JAX_NUM_PROCESSES"), ["JAX_COORDINATOR_ADDRESS=", "JAX_PROCESS_ID=0", "JAX_NUM_PROCESSES"]),
-        (without(FULL, "JAX_COORDINATOR_ADDRESS"), ["JAX_NUM_PROCESSES=2", "JAX_PROCESS_ID=0", "JAX_COORD"]),
-        ({"JAX_COORDINATOR_ADDRESS": "h:1"}, ["JAX_COORDINATOR_ADDRESS='h:1'", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"]),
-        ({"JAX_NUM_PROCESSES": "2"}, ["JAX_NUM_PROCESSES=2", "JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID"]),
+        (without(FULL, "JAX_PROCESS_ID"),
+         ["JAX_COORDINATOR_ADDRESS='10", "JAX_NUM_PROCESSES=2", "JAX_PROCESS_ID"]),
+        (without(FULL, "JAX_NUM_PROCESSES"),
+         ["JAX_COORDINATOR_ADDRESS=", "JAX_PROCESS_ID=0", "JAX_NUM_PROCESSES"]),
+        (without(FULL, "JAX_COORDINATOR_ADDRESS"),
+         ["JAX_NUM_PROCESSES=2", "JAX_PROCESS_ID=0", "JAX_COORD"]),
+        ({"JAX_COORDINATOR_ADDRESS": "h:1"},
+         ["JAX_COORDINATOR_ADDRESS='h:1'", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"]),
+        ({"JAX_NUM_PROCESSES": "2"},
+         ["JAX_NUM_PROCESSES=2", "JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID"]),
         (FULL | {"JAX_PROCESS_ID": "2"}, ["JAX_PROCESS_ID=2: must be < JAX_NUM_PROCESSES=2"]),
         (FULL | {"JAX_PROCESS_ID": "-1"}, ["JAX_PROCESS_ID=-1: must be ≥ 0"]),
         (FULL | {"JAX_NUM_PROCESSES": "0"}, ["JAX_NUM_PROCESSES=0: must be ≥ 1"]),
         (FULL | {"JAX_NUM_PROCESSES": "two"}, ["JAX_NUM_PROCESSES='two': must be an integer"]),
-        (FULL | {"JAX_COORDINATOR_ADDRESS": "10.0.0.1"}, ["JAX_COORDINATOR_ADDRESS='10.0.0.1': must be 'host:port'"]),
+        (FULL | {"JAX_COORDINATOR_ADDRESS": "10.0.0.1"},
+         ["JAX_COORDINATOR_ADDRESS='10.0.0.1': must be 'host:port'"]),
         (without(SLURM, "SLURM_STEP_NODELIST"), ["SLURM_NTASKS=2", "srun"]),
         (without(SKY, "SKYPILOT_NODE_RANK"), ["SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES=2"]),
         (without(SKY, "SKYPILOT_NODE_IPS"), ["SKYPILOT_NUM_NODES=2", "SKYPILOT_NODE_RANK=0"]),
-        (SKY | {"SKYPILOT_NODE_RANK": "2"}, ["SKYPILOT_NODE_RANK=2: must be < SKYPILOT_NUM_NODES=2"]),
+        (SKY | {"SKYPILOT_NODE_RANK": "2"},
+         ["SKYPILOT_NODE_RANK=2: must be < SKYPILOT_NUM_NODES=2"]),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_SIZE=2", "JAX_NUM_PROCESSES"]),
     ],
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""A save that fails on one process alone ends all of them by its error, even if that process can write nothing."""
+"""A save that fails on one process alone ends all of them by its error, even if that process can
+write nothing."""
 
 import pytest
 from processes import start, wait_for
@@ -27,16 +28,23 @@ if who == "KeepBest":
 jstep.train(jstep.minimize(loss_fn, optimizer), state, batches, 6, hooks=hooks, checkpoint_dir=directory + "/run",
             log_steps=None, save_checkpoint_steps=2 if who == "run" else 3, save_checkpoint_secs=None,
             batch_sharding=rows)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("who", "fails", "target"),
-    [("run", 0, "write"), ("run", 1, "write"), ("run", 1, "begin"), ("KeepBest", 0, "write"), ("KeepBest", 1, "write")],
+    [
+        ("run", 0, "write"),
+        ("run", 1, "write"),
+        ("run", 1, "begin"),
+        ("KeepBest", 0, "write"),
+        ("KeepBest", 1, "write"),
+    ],
 )
 def test_one_process_that_cannot_write_ends_all(tmp_path, who, fails, target):
-    """Its error cannot go by a file; the others would wait for two minutes and say that its write hangs."""
+    """Its error cannot go by a file; the others would wait for two minutes and say that its write
+    hangs."""
     ended = wait_for(start(RUN, 2, tmp_path, who, fails, target, patience=60), timeout=90)
     assert [one.code for one in ended] == [1, 1], ended[0].err[-3000:] + ended[1].err[-3000:]
     assert "was not saved: " in ended[fails].err

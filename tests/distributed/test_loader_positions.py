@@ -1,4 +1,5 @@
-"""Positions of data loaders on several processes: each loader resumes at its own position after a SIGKILL."""
+"""Positions of data loaders on several processes: each loader resumes at its own position after a
+SIGKILL."""
 
 import signal
 
@@ -71,7 +72,7 @@ try:
     print("weights", weights(state))
 except ValueError as error:
     print("raised", error)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.thorough
@@ -93,7 +94,8 @@ def test_each_loader_resumes_at_its_position(tmp_path, kind):
     assert saved["positions"] == ["position.process_0", "position.process_1"]
     if kind == "state_dict":
         return
-    for lines in run(TRAIN, 4, tmp_path / "killed", kind, -1):  # a finished run does not restore the loaders
+    for lines in run(TRAIN, 4, tmp_path / "killed", kind, -1):
+        # A finished run does not restore the loaders.
         assert printed(lines, "step") == "12"
     with jstep.Saver(tmp_path / "killed") as saver:
         saver.delete(12)
@@ -122,7 +124,10 @@ def test_a_position_that_one_process_cannot_read_ends_all(tmp_path):
     assert killed[1].wait(100) == -signal.SIGKILL
     wait_for(killed)
     first, second = wait_for(start(UNREADABLE + TRAIN, 2, tmp_path, "get_state", -1))
-    assert "the checkpoint cannot be read: process 1: PermissionError: [Errno 13] Permission denied" in first.err
+    assert (
+        "the checkpoint cannot be read: process 1: PermissionError: [Errno 13] Permission denied"
+        in first.err
+    )
     assert "PermissionError: [Errno 13] Permission denied: 'position.process_1'" in second.err
     assert 0 not in (first.code, second.code)
     for lines in run(TRAIN, 2, tmp_path, "get_state", -1):
@@ -151,4 +156,6 @@ def test_each_process_compares_its_own_rows(tmp_path):
     wait_for(killed)
     first, second = run(TRAIN, 2, tmp_path, "lacking", -1)
     assert printed(first, "log") is None
-    assert printed(second, "log").startswith("batch 8 does not match the one read before the restart by process 1: ")
+    assert printed(second, "log").startswith(
+        "batch 8 does not match the one read before the restart by process 1: "
+    )

@@ -1,4 +1,5 @@
-"""`jstep.Run` on two processes: all iterate alike, stop after the same iteration, and resume each with its objects."""
+"""`jstep.Run` on two processes: all iterate alike, stop after the same iteration, and resume each
+with its objects."""
 
 import re
 
@@ -32,7 +33,7 @@ except jstep.Preempted as error:
 print("drawn", process, rng.integers(10**6), seen["steps"][-1], len(seen["steps"]))
 print("state", jstep.global_step(loop.state), jstep.fingerprint(loop.state).addressable_data(0))
 print("done", flush=True)
-"""
+"""  # noqa: E501
 
 
 def lines_of(both, word):
@@ -95,7 +96,7 @@ except jstep.Preempted as error:
 print("ends", code, ends, [hook.count for hook in hooks])
 print("state", jstep.fingerprint(state).addressable_data(0))
 print("done", flush=True)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.thorough
@@ -139,7 +140,7 @@ except Exception as error:
     print("raised", type(error).__name__, error)
     print("note", jstep.global_step(error.state), " ".join(error.__notes__).replace("\\n", " "))
 print("done", flush=True)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.thorough
@@ -147,9 +148,13 @@ print("done", flush=True)
 def test_processes_end_together_after_the_error_of_a_log_of_one(place, tmp_path):
     (tmp_path / "run").mkdir()
     first, second = run(FAILING_LOG, 2, tmp_path, tmp_path / "run", place)
-    kind = "OSError the tracker is down" if place == "loop" else "ZeroDivisionError division by zero"
+    kind = (
+        "OSError the tracker is down" if place == "loop" else ("ZeroDivisionError division by zero")
+    )
     assert printed(first, "raised") == kind
-    assert printed(second, "raised").startswith("RuntimeError process 0 of 2 could not write a log, ")
+    assert printed(second, "raised").startswith(
+        "RuntimeError process 0 of 2 could not write a log, "
+    )
     saved = jstep.Saver(tmp_path / "run").latest_step()
     assert 3 < saved < 60
     for lines in (first, second):
@@ -174,7 +179,7 @@ try:
 except RuntimeError as error:
     print("raised", error)
 print("saved", jstep.Saver(directory).latest_step())
-"""
+"""  # noqa: E501
 FOUND = {
     "replaces": "step 4 on process 0; step 4, its state replaced 1× on process 1",
     "breaks": "numbers of process 0, int32[2, 2] on process 0; numbers, bool[1] on process 1",
@@ -187,8 +192,15 @@ FOUND = {
 def test_processes_that_do_not_iterate_alike_are_named_and_not_saved(kind, tmp_path):
     for lines in run(APART, 2, tmp_path, kind):
         # One that has left its loop makes the end, and exchanges something else.
-        rest = "different exchanges: {}. Branch" if kind == "breaks" else "at this save: {}. Nothing is saved"
-        text = f"the processes of this run must run the same iterations, got {rest.format(FOUND[kind])}"
+        rest = (
+            "different exchanges: {}. Branch"
+            if kind == "breaks"
+            else ("at this save: {}. Nothing is saved")
+        )
+        text = (
+            "the processes of this run must run the same iterations, got "
+            f"{rest.format(FOUND[kind])}"
+        )
         assert printed(lines, "raised").startswith(text)
         assert printed(lines, "saved") == "None"
 
@@ -200,14 +212,17 @@ options = dict(checkpoint_dir=directory, save_checkpoint_steps=100, batch_shardi
 with jstep.Run(step, state, batches, 20, **options) as loop:
     for at in loop:
         time.sleep(0.05 * process)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.thorough
 def test_goodput_names_the_slow_process(tmp_path):
     run(SLOW, 2, tmp_path)
     found = jstep.goodput(tmp_path)
-    assert (found.processes, [slow.process for slow in found.slow if slow.part == "hooks"]) == (2, [1])
+    assert (found.processes, [slow.process for slow in found.slow if slow.part == "hooks"]) == (
+        2,
+        [1],
+    )
 
 
 MEMORIES = """
@@ -239,7 +254,7 @@ try:
 except jstep.Preempted as error:
     print("stopped", error.code, error)
 print("done", flush=True)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.thorough
@@ -270,12 +285,13 @@ state = jstep.train(step, state, batches, 700, batch_sharding=rows, progress=Fal
 print("choice", [line for line in lines if line.startswith("steps_per_call")])
 print("state", jstep.global_step(state), jstep.fingerprint(state).addressable_data(0))
 print("done", flush=True)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.thorough
 def test_two_processes_choose_the_same_steps_per_call(tmp_path):
-    """Each times its own calls, and a call of other steps than the other process's would wait for it for ever."""
+    """Each times its own calls, and a call of other steps than the other process's would wait for
+    it for ever."""
     auto = run(AUTO, 2, tmp_path, "auto")
     two = run(AUTO, 2, tmp_path, "two")
     choice = 'steps_per_call="auto": up to 64 steps per call (one step takes 0.0141 ms)'

@@ -1,4 +1,5 @@
-"""Training with several processes on this machine: if one of them fails or gets a signal, all of them end."""
+"""Training with several processes on this machine: if one of them fails or gets a signal, all of
+them end."""
 
 import re
 import signal
@@ -46,7 +47,7 @@ except BaseException as error:
     raise
 finally:
     print("saved", *saved, flush=True)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,11 @@ def test_process_0_logs_and_all_processes_save(uninterrupted):
     assert re.search(r"^step 60  loss", first.err, re.MULTILINE)
     assert "loss" not in second.err
     assert len(list((directory / "log").iterdir())) == 1
-    assert printed(first.out.split("\n"), "saved") == printed(second.out.split("\n"), "saved") == "20 40 60"
+    assert (
+        printed(first.out.split("\n"), "saved")
+        == printed(second.out.split("\n"), "saved")
+        == "20 40 60"
+    )
     assert printed(first.out.split("\n"), "weights") == printed(second.out.split("\n"), "weights")
     assert jstep.Saver(directory).all_steps() == [20, 40, 60]
 
@@ -112,7 +117,8 @@ def test_an_error_in_one_process_ends_the_others(tmp_path):
 
 @pytest.mark.thorough
 def test_a_run_resumes_on_another_number_of_processes(tmp_path, uninterrupted):
-    """With 2, then 1, then 4 processes, the batches are the same, and the weights up to rounding."""
+    """With 2, then 1, then 4 processes, the batches are the same, and the weights up to
+    rounding."""
     script = TRAIN.replace("batches, 60", "batches, int(sys.argv[6])")
     for count, last_step in ((2, 20), (1, 40), (4, 60)):
         lines = run(script, count, tmp_path, "none", last_step, *(["fsdp"] if count == 1 else []))
@@ -140,7 +146,7 @@ def test_process_0_alone_reads_the_earlier_starts_and_each_once(tmp_path):
         starts._load = load
     # Its setup is read in the background, of the start that saved the checkpoint alone.
     print("read", sorted(item for item in read.items() if ".card." not in item[0]))
-    """
+    """  # noqa: E501
     first, second = run(script, 2, tmp_path)
     assert printed(first, "read") == "[('model.000001.json', 1), ('model.000002.json', 1)]"
     assert printed(second, "read") == "[]"
@@ -148,7 +154,8 @@ def test_process_0_alone_reads_the_earlier_starts_and_each_once(tmp_path):
 
 @pytest.mark.thorough
 def test_time_based_saves_happen_at_the_same_steps(tmp_path):
-    """A step takes 1 s by the clock of process 0, which decides, and 3 s by the clock of process 1."""
+    """A step takes 1 s by the clock of process 0, which decides, and 3 s by the clock of process
+    1."""
     script = """
     state = jstep.TrainState.create(init, optimizer, mesh=mesh)
     from jstep.hooks.run_hook import RunHook
@@ -167,7 +174,7 @@ def test_time_based_saves_happen_at_the_same_steps(tmp_path):
     )
     print("saved", *saved)
     print("evaluated", *evaluations.results)
-    """
+    """  # noqa: E501
     for lines in run(script, 2, tmp_path):
         assert printed(lines, "saved") == "10 20 30"
         assert printed(lines, "evaluated") == "7 14 21 28 30"
@@ -218,7 +225,7 @@ def test_states_and_batches_over_processes(tmp_path):
     with jstep.Saver(directory) as saver:
         print("alone", message(lambda: saver.save(local)))
         saver.save(created)
-    """
+    """  # noqa: E501
     first, second = run(script, 2, tmp_path)
     losses = printed(first, "losses").split()
     assert len(losses) == 4
@@ -234,7 +241,7 @@ def test_states_and_batches_over_processes(tmp_path):
     assert jstep.Saver(tmp_path).restore()["params"]["w"].shape == (8, 8)
 
 
-# --- joining --------------------------------------------------------------------------------------------------------
+# --- joining -------------------------------------------------------------------------------------
 
 
 def test_one_process_needs_no_coordinator():
@@ -261,7 +268,9 @@ def test_an_unreachable_coordinator_raises_a_timeout():
     print("alone")
     """
     first, second, third, fourth = python("-c", textwrap.dedent(code), timeout=60).splitlines()
-    assert first.startswith(f"TimeoutError coordinator_address={address!r} could not be reached within 2 s")
+    assert first.startswith(
+        f"TimeoutError coordinator_address={address!r} could not be reached within 2 s"
+    )
     assert "process id of the current process" in second
     assert "all three" in second
     assert "coordinator_address should be defined" in third

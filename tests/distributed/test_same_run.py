@@ -1,4 +1,5 @@
-"""Processes that were not given the same run, or do not see one directory: an error at the start, on all of them."""
+"""Processes that were not given the same run, or do not see one directory: an error at the start,
+on all of them."""
 
 import inspect
 import os
@@ -83,7 +84,9 @@ def compared(two, *, states=(STATE, STATE), steps=(0, 0), **arguments):
 
     def check(index):
         values = {name: value[index] for name, value in arguments.items()}
-        options = validated(Options(**{"last_step": 10, **DEFAULTS, **values}), states[index], iter(()))
+        options = validated(
+            Options(**{"last_step": 10, **DEFAULTS, **values}), states[index], iter(())
+        )
         check_processes(options, states[index], steps[index])
 
     return two.each(check)
@@ -96,13 +99,22 @@ def every(steps=None, secs=None):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"last_step": (10, 20)}, "last_step: must be the same on all processes, got 10 on process 0, 20 on process"),
+        (
+            {"last_step": (10, 20)},
+            "last_step: must be the same on all processes, got 10 on process 0, 20 on process",
+        ),
         ({"steps_per_call": (1, 4)}, "steps_per_call: must be the same"),
         ({"save_checkpoint_steps": (5, None)}, "save_checkpoint_steps: must be the same"),
         ({"stop_secs": (60.0, None)}, "stop_secs is given: must be the same"),
         ({"checkpoint_dir": ("run", None)}, "checkpoint_dir is given: must be the same"),
-        ({"hooks": ([], [every(2)])}, "number of hooks: must be the same on all processes, got 0 on process 0, 1 on"),
-        ({"hooks": ([every(2)], [every(3)])}, "cadence of hooks[0]: must be the same on all processes, got every 2"),
+        (
+            {"hooks": ([], [every(2)])},
+            "number of hooks: must be the same on all processes, got 0 on process 0, 1 on",
+        ),
+        (
+            {"hooks": ([every(2)], [every(3)])},
+            "cadence of hooks[0]: must be the same on all processes, got every 2",
+        ),
         ({"hooks": ([every(2)], [every(2, 1.0)])}, "every 2 steps or by the clock on process 1"),
         ({"log_steps": (10, 20), "steps_per_call": (4, 4)}, "log_steps: must be the same"),
         ({"steps": (0, 5)}, "step of the state: must be the same"),
@@ -117,7 +129,10 @@ def test_arguments_that_differ_are_named(two, arguments, message):
 def test_states_that_differ_are_told_by_their_leaves(two):
     other = jstep.TrainState.create({"w": jnp.zeros(2), "b": jnp.zeros(1)}, jstep.adam())
     for error in compared(two, states=(STATE, other)):
-        assert "state: must have the same leaves on all processes, got fewer on process 0 and params/b" in str(error)
+        assert (
+            "state: must have the same leaves on all processes, got fewer on process 0 and params/b"
+            in str(error)
+        )
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -133,9 +148,14 @@ class Listed(dict):
 
 
 def test_states_that_differ_in_the_order_of_their_leaves_are_told_where(two):
-    states = [STATE.replace(params=Listed({key: jnp.zeros(2) for key in keys})) for keys in ("abc", "acb")]
+    states = [
+        STATE.replace(params=Listed({key: jnp.zeros(2) for key in keys})) for keys in ("abc", "acb")
+    ]
     for error in compared(two, states=states):
-        assert "must have the same order of leaves on all processes, got params/b float32[2] on process 0" in str(error)
+        assert (
+            "must have the same order of leaves on all processes, "
+            "got params/b float32[2] on process 0"
+        ) in str(error)
         assert "and params/c float32[2] on process 1" in str(error)
 
 
@@ -154,7 +174,9 @@ def test_another_newest_checkpoint_is_an_error(two):
 def test_integers_of_numpy_are_those_of_python(two):
     intervals = {"save_checkpoint_steps": 2, "log_steps": 3, "save_summaries_steps": 4}
     pairs = {name: (np.int64(value), value) for name, value in intervals.items()}
-    assert compared(two, **pairs, steps_per_call=(np.int64(4), 4), logdir=("run", "run")) == [None] * 2
+    assert (
+        compared(two, **pairs, steps_per_call=(np.int64(4), 4), logdir=("run", "run")) == [None] * 2
+    )
 
 
 def test_a_state_of_one_process_stays_as_it_is():
@@ -180,7 +202,7 @@ try:
     print("placement", state.global_step.sharding.is_fully_addressable, flush=True)
 except Exception as error:
     print("raised", type(error).__name__, error, flush=True)
-"""
+"""  # noqa: E501
 
 
 def outcomes(directory, mode, name):

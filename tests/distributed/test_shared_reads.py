@@ -62,7 +62,7 @@ with jstep.Saver(directory) as saver:
         saver.restore(moved)
     except ValueError as error:
         print("refused", "must be alike on all processes" in str(error))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.thorough
@@ -76,18 +76,26 @@ def test_each_byte_is_read_once(tmp_path, count):
 
 @pytest.mark.parametrize("size", [4, 16, 64])
 def test_streams_arrive_as_they_were_sent(monkeypatch, size):
-    """Two groups of three processes, arrays of different readers and of several boxes, in rounds of some bytes."""
+    """Two groups of three processes, arrays of different readers and of several boxes, in rounds of
+    some bytes."""
     groups = ((0, 2, 4), (1, 3, 5))
     first, second = ((0, 4),), ((4, 8),)
-    kinds = [ArrayKind((8,), np.dtype(dtype), (4,)) for dtype in ("float32", "int16", "uint8", "float64")]
+    kinds = [
+        ArrayKind((8,), np.dtype(dtype), (4,)) for dtype in ("float32", "int16", "uint8", "float64")
+    ]
     arrays = []
     for i, kind in enumerate([*kinds, *kinds]):
         boxes = ((first, second), (second,)) if i == 5 else ((first,), (second,))
         arrays.append(_SharedArray(f"a{i}", kind, boxes, i % 3 if i else 2))
-    values = {array.name: np.arange(8).astype(array.kind.dtype) * 3 + i for i, array in enumerate(arrays)}
+    values = {
+        array.name: np.arange(8).astype(array.kind.dtype) * 3 + i for i, array in enumerate(arrays)
+    }
 
     def boxes_of_group(group):
-        return {array.name: {box: values[array.name][slice(*box[0])] for box in array.boxes[group]} for array in arrays}
+        return {
+            array.name: {box: values[array.name][slice(*box[0])] for box in array.boxes[group]}
+            for array in arrays
+        }
 
     sent = {}
 
@@ -116,7 +124,10 @@ def test_streams_arrive_as_they_were_sent(monkeypatch, size):
         for group, processes in enumerate(groups):
             for process in processes:
                 monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-                found = {array.name: boxes for array, boxes in _received(groups, arrays, boxes_of_group(group))}
+                found = {
+                    array.name: boxes
+                    for array, boxes in _received(groups, arrays, boxes_of_group(group))
+                }
                 if gather is Known:
                     assert found.keys() == values.keys()
                     for name, boxes in boxes_of_group(group).items():

@@ -39,7 +39,7 @@ if mode == "denied" and process == late:
     jstep.Saver.latest_step = denied
 jstep.train(step, state, batch, 10**6, checkpoint_dir=directory, save_checkpoint_secs=None, batch_sharding=rows,
             hooks=[jstep.every(1, hook), jstep.StallHook(warn_secs=0.5, exit_secs=exit_secs)])
-"""
+"""  # noqa: E501
 
 
 def lines_of(one):
@@ -48,7 +48,14 @@ def lines_of(one):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("mode", "what"), [("loader", "waiting for batch 30"), ("hook", r"in the hook every\(1, hook\) at step 30")]
+    ("mode", "what"),
+    [
+        ("loader", "waiting for batch 30"),
+        (
+            "hook",
+            r"in the hook every\(1, hook\) at step 30",
+        ),
+    ],
 )
 @pytest.mark.parametrize("late", [0, 2])
 def test_the_process_that_is_late_is_named_by_the_first_one(tmp_path, mode, what, late):
@@ -63,9 +70,13 @@ def test_the_process_that_is_late_is_named_by_the_first_one(tmp_path, mode, what
     # The first process tells who is elsewhere: the others only say what they wait for.
     said = [lines_of(one) for one in ended]
     assert all(said), [one.err[-3000:] for one in ended]
-    others = r"; 3 others are in steps? " if late == 0 else rf"; process {late} \(host \S+\) is {what}"
+    others = (
+        r"; 3 others are in steps? " if late == 0 else (rf"; process {late} \(host \S+\) is {what}")
+    )
     assert any(re.search(others, line) for line in said[0]), said
-    assert not any(re.search(r"others are| is waiting", line) for each in said[1:] for line in each), said
+    assert not any(
+        re.search(r"others are| is waiting", line) for each in said[1:] for line in each
+    ), said
     assert main(["stalls", str(tmp_path)]) == 0
 
 
@@ -84,7 +95,8 @@ def test_a_process_of_which_nothing_is_heard_is_named(tmp_path, mode):
     said = [line for i in (0, 1, 3) for line in lines_of(ended[i])]
     if mode == "stop":
         assert any(line.endswith("no sign of life from process 2") for line in said), said
-    # A process that is gone closes its connections, so that the collective of the others may fail at once.
+    # A process that is gone closes its connections, so that the collective of the others may fail
+    # at once.
     assert [one.code for i, one in enumerate(ended) if i != 2 and one.code == 0] == []
 
 
@@ -92,7 +104,10 @@ def test_a_process_of_which_nothing_is_heard_is_named(tmp_path, mode):
 def test_an_error_at_the_start_of_one_process_is_an_error_of_all(tmp_path):
     ended = wait_for(start(TRAIN, 2, tmp_path, "denied", 1, 0), timeout=60)
     assert "PermissionError: [Errno 13] Permission denied" in ended[1].err
-    assert "the checkpoints cannot be read: process 1: PermissionError: [Errno 13] Permission denied" in ended[0].err
+    assert (
+        "the checkpoints cannot be read: process 1: PermissionError: [Errno 13] Permission denied"
+        in ended[0].err
+    )
     assert all(one.code not in (0, None) for one in ended)
     assert jstep.latest_checkpoint(tmp_path) is None
     assert os.path.isdir(tmp_path)

@@ -1,10 +1,12 @@
-"""Rows of the pages "From …" that are measured: the original's code beside jstep's, over 60 updates or 150 rates.
+"""Rows of the pages "From …" that are measured: the original's code beside jstep's, over 60 updates
+or 150 rates.
 
-A table whose last column is "off by" is measured: the first code of a row is evaluated with the original library, the
-second with jstep, so that the page *is* the table of this test. `dev/peers.sh` installs the other libraries and runs
-all rows. A page names the day on which that was done last, and the versions.
+A table whose last column is "off by" is measured: the first code of a row is evaluated with the
+original library, the second with jstep, so that the page *is* the table of this test.
+`dev/peers.sh` installs the other libraries and runs all rows. A page names the day on which that
+was done last, and the versions.
 
-python tests/docs/measured_rows.py      # prints how far each row is off, for the libraries that are installed
+    python tests/docs/measured_rows.py  # prints how far each row of the installed libraries is off
 """
 
 import copy
@@ -29,7 +31,8 @@ PAGES = pathlib.Path(__file__).parents[2] / "docs" / "from"
 UPDATES, KEPT = 60, (9, 59)
 """The number of updates, and those after which parameters are compared."""
 RATES = (*range(UPDATES), 60, 61, 65, 70, 80, 90, 100, 110, 119, 120, 121, 125, 130, 140, 149)
-"""The updates whose rates are compared, also beyond the end of a schedule, or up to the last one that there is."""
+"""The updates whose rates are compared, also beyond the end of a schedule, or up to the last one
+that there is."""
 AVERAGED = (0, 100, 110, 159)
 """The updates after which averages are compared: ema_pytorch's begins at the 101st."""
 SIZES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
@@ -37,7 +40,8 @@ SIZES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 BOUND = 1e-5
 """Of the distance that a leaf has moved; a row that is off by more says by how much."""
 RATE = (1e-2, 5e-3, UPDATES // 2)
-"""`lr` on the pages: halved in the middle, since optimizers differ in what a new rate applies to."""
+"""`lr` on the pages: halved in the middle, since optimizers differ in what a new rate applies
+to."""
 MODULES = {
     "torch": ["torch"],
     "nn": ["torch.nn"],
@@ -112,7 +116,8 @@ def modules_of(code):
 
 @functools.cache
 def computed(code):
-    """Return what an original computes: rates of the updates, or how far parameters have moved, [`KEPT`, leaf, …]."""
+    """Return what an original computes: rates of the updates, or how far parameters have moved,
+    [`KEPT`, leaf, …]."""
     names = {}
     for name, modules in modules_of(code).items():
         imported = [importlib.import_module(module) for module in modules]
@@ -121,7 +126,9 @@ def computed(code):
         code, names[MOMENTUM] = code.removesuffix(f" {MOMENTUM}"), True
     if "get_lr" in names:
         return np.array([eval(code, names)(n) for n in RATES])
-    run = {"optax": _of_optax, "keras": _of_keras, "tf": _of_tensorflow}.get(next(iter(names)), _of_torch)
+    run = {"optax": _of_optax, "keras": _of_keras, "tf": _of_tensorflow}.get(
+        next(iter(names)), _of_torch
+    )
     with warnings.catch_warnings(), jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         warnings.simplefilter("ignore")
         with jax.legacy_prng_key("allow"):
@@ -131,7 +138,9 @@ def computed(code):
 def _of_torch(code, names):
     import torch
 
-    model = torch.nn.ParameterDict({k: torch.nn.Parameter(torch.tensor(v)) for k, v in initial().items()})
+    model = torch.nn.ParameterDict(
+        {k: torch.nn.Parameter(torch.tensor(v)) for k, v in initial().items()}
+    )
     p = list(model.values())
     opt = torch.optim.SGD(p, lr=RATE[0])
     given = {**names, "p": p, "lr": RATE[0], "model": model, "opt": opt}
@@ -185,7 +194,8 @@ def _update_average(average, model, n):
 
 
 class EDM:
-    """The average of NVlabs/edm, whose training loop is one function: half-lives in images, of a batch of 64."""
+    """The average of NVlabs/edm, whose training loop is one function: half-lives in images, of a
+    batch of 64."""
 
     def __init__(self, model, *, halflife, rampup_ratio):
         self.module, self.images = copy.deepcopy(model), 0
@@ -226,7 +236,10 @@ def _averaged(average, model):
 
 
 def _values(tree):
-    leaves = {name: np.array(leaf.detach() if hasattr(leaf, "detach") else leaf) for name, leaf in tree.items()}
+    leaves = {
+        name: np.array(leaf.detach() if hasattr(leaf, "detach") else leaf)
+        for name, leaf in tree.items()
+    }
     return [leaves[name] - start for name, start in initial().items()]
 
 
@@ -261,7 +274,10 @@ def _of_keras(code, names):
         made = eval(code, {**names, "lr": scheduled})
         if isinstance(made, keras.optimizers.schedules.LearningRateSchedule):
             return [made(n) for n in RATES]
-        variables = [keras.Variable(leaf, dtype="float64", name=f"p{i}") for i, leaf in enumerate(initial().values())]
+        variables = [
+            keras.Variable(leaf, dtype="float64", name=f"p{i}")
+            for i, leaf in enumerate(initial().values())
+        ]
         made.build(variables)
         kept, wanted = [], AVERAGED if made.use_ema else KEPT
         for n in range(wanted[-1] + 1):
@@ -277,7 +293,11 @@ def _of_keras(code, names):
 def _of_tensorflow(code, names):
     tf = names["tf"]
     step = tf.Variable(0, dtype=tf.int64)
-    made = None if "clip" in code else eval(code, {**names, "step": step, "lr": lambda: rate_of(int(step))})
+    made = (
+        None
+        if "clip" in code
+        else eval(code, {**names, "step": step, "lr": lambda: rate_of(int(step))})
+    )
     if callable(made):
         rates = []
         for n in RATES:
@@ -323,18 +343,23 @@ def in_jstep(row, shape):
             made = jstep.with_moving_average(jstep.sgd(lr), made)
         elif row.ours.startswith("clip"):
             made = jstep.chain(made, jstep.sgd(lr))
-        state = jstep.TrainState.create({name: jnp.asarray(leaf) for name, leaf in initial().items()}, made)
+        state = jstep.TrainState.create(
+            {name: jnp.asarray(leaf) for name, leaf in initial().items()}, made
+        )
         update = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, made))
         kept = []
         for n in range(wanted[-1] + 1):
             state = update(state, jax.tree.map(jnp.asarray, gradients(n)))
             if n in wanted:
-                kept.append(_values(state.params if wanted is KEPT else jstep.averaged_params(state)))
+                kept.append(
+                    _values(state.params if wanted is KEPT else jstep.averaged_params(state))
+                )
         return np.asarray(kept)
 
 
 def difference(ours, theirs):
-    """The largest difference of a leaf, as a share of the distance it has moved; of rates, of the largest."""
+    """The largest difference of a leaf, as a share of the distance it has moved; of rates, of the
+    largest."""
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     if theirs.ndim == 1:
         return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
@@ -350,7 +375,10 @@ def main():
         except ModuleNotFoundError as error:
             print(f"{error.name} is not installed: {row.theirs}")
             continue
-        print(f"{difference(in_jstep(row, theirs.shape), theirs):9.1e}  {row.page}: {row.theirs}  →  {row.ours}")
+        print(
+            f"{difference(in_jstep(row, theirs.shape), theirs):9.1e}  {row.page}: "
+            f"{row.theirs}  →  {row.ours}"
+        )
 
 
 if __name__ == "__main__":

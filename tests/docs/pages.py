@@ -1,4 +1,5 @@
-"""Run the code blocks of documentation pages, and compare what they print with what the pages show."""
+"""Run the code blocks of documentation pages, and compare what they print with what the pages
+show."""
 
 import builtins
 import contextlib
@@ -27,7 +28,8 @@ BLOCK = re.compile(
 """A program, or a command of jstep, and what it prints."""
 FENCE = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 NEEDS = re.compile(r"<!-- needs: ([\w, ]+) -->")
-# On the line above a block: only this block is skipped if a package is missing; the rest of the page still runs.
+# On the line above a block: only this block is skipped if a package is missing; the rest of the
+# page still runs.
 BLOCK_NEEDS = re.compile(r"<!-- block needs: ([\w, ]+) -->\s*\Z")
 
 
@@ -45,11 +47,14 @@ class Block(NamedTuple):
 
 
 def section_of(text, heading):
-    """Return where the section with a heading begins and ends: before the next heading of its level or above."""
+    """Return where the section with a heading begins and ends: before the next heading of its level
+    or above."""
     # Comments of programs begin with # as well.
     without_code = FENCE.sub(lambda match: " " * len(match.group()), text)
     (begin,) = re.finditer(rf"^(#+) {re.escape(heading)}$", without_code, re.MULTILINE)
-    end = re.compile(rf"^#{{1,{len(begin.group(1))}}} ", re.MULTILINE).search(without_code, begin.end())
+    end = re.compile(rf"^#{{1,{len(begin.group(1))}}} ", re.MULTILINE).search(
+        without_code, begin.end()
+    )
     return begin.start(), end.start() if end else len(text)
 
 
@@ -77,21 +82,25 @@ def _dedented(part, indent):
 
 
 def run_page(page, change=str, section=None, more="", wrong=None):
-    """Run the code blocks of a page in order, after applying `change` to each, and more code; return the names.
+    """Run the code blocks of a page in order, after applying `change` to each, and more code;
+    return the names.
 
-    To the list `wrong`, if it is given, the outputs are added that the page shows, but its code does not print.
+    To the list `wrong`, if it is given, the outputs are added that the page shows, but its code
+    does not print.
     """
     names = {"__name__": "__main__"}
     printed = Printed(str(page))
     if wrong is not None:
         names["print"] = printed.print
-    # Pages run with JAX's default settings, not those of the tests; changes to the environment are undone.
+    # Pages run with JAX's default settings, not those of the tests; changes to the environment are
+    # undone.
     with (
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
         jax.legacy_prng_key("allow"),
         mock.patch.dict(os.environ),
-        mock.patch.object(sys, "path", [os.fspath(EXAMPLES), *sys.path]),  # pages on reinforcement learning import ppo
+        # Pages on reinforcement learning import ppo.
+        mock.patch.object(sys, "path", [os.fspath(EXAMPLES), *sys.path]),
         warnings.catch_warnings(),
         printed.logging() if wrong is not None else contextlib.nullcontext(),
     ):
@@ -129,7 +138,8 @@ class Printed:
 
     @contextlib.contextmanager
     def logging(self):
-        """Record the log lines of a page. A run in a thread may end in another block than it began in."""
+        """Record the log lines of a page. A run in a thread may end in another block than it began
+        in."""
         logger, handler = logging.getLogger("jstep"), logging.StreamHandler(self._text)
         level = logger.level
         logger.addHandler(handler)
@@ -155,12 +165,18 @@ class Printed:
     def differences(self, block):
         """Return what a block shows, in a listing or in comments, and does not print."""
         text = self._text.getvalue()
-        found = [] if shows(block.shown, text) else [f"line {block.line}: shown:\n{block.shown}printed:\n{text}"]
+        found = (
+            []
+            if shows(block.shown, text)
+            else [f"line {block.line}: shown:\n{block.shown}printed:\n{text}"]
+        )
         call = 0
         for number, code in enumerate(block.code.splitlines(), block.line + 1):
             call = number if number in self._lines else call
             comment = COMMENT.search(code)
-            is_beside = call == number or (call and (call == number - 1 or code.lstrip().startswith(")")))
+            is_beside = call == number or (
+                call and (call == number - 1 or code.lstrip().startswith(")"))
+            )
             if comment and is_beside and not shows(comment[1], self._lines[call], whole=True):
                 found.append(f"line {number}: shown: {comment[1]}; printed: {self._lines[call]}")
         return found
@@ -187,14 +203,19 @@ PATTERNS = {
 
 
 def shows(shown, printed, whole=False):
-    """Whether a text is part of what was printed: numbers have the digits shown, times, dates and places any value."""
+    """Whether a text is part of what was printed: numbers have the digits shown, times, dates and
+    places any value."""
     pattern, numbers, end = "", [], 0
     for token in TOKEN.finditer(shown.strip()):
         pattern += re.escape(shown.strip()[end : token.start()]) + PATTERNS[token.lastgroup]
         numbers += [token.group()] if token.lastgroup == "number" else []
         end = token.end()
     pattern += re.escape(shown.strip()[end:])
-    found = [re.fullmatch(pattern, printed.strip(), re.DOTALL)] if whole else re.finditer(pattern, printed, re.DOTALL)
+    found = (
+        [re.fullmatch(pattern, printed.strip(), re.DOTALL)]
+        if whole
+        else re.finditer(pattern, printed, re.DOTALL)
+    )
     return any(match and all(map(has_digits, numbers, match.groups())) for match in found)
 
 

@@ -1,6 +1,7 @@
-"""What torch, transformers and Keras compute on the pages "From …", stored, so that the quick tests need none of them.
+"""What torch, transformers and Keras compute on the pages "From …", stored, so that the quick tests
+need none of them.
 
-python tests/docs/peer_numbers.py      # with all three and accelerate installed: writes peer_numbers.json
+    python tests/docs/peer_numbers.py  # with all three and accelerate: writes peer_numbers.json
 """
 
 import contextlib
@@ -16,17 +17,30 @@ from pages import DOCS, run_page
 
 PATH = pathlib.Path(__file__).with_suffix(".json")
 LOSSES = [1.0] * 7
-PAGES = {"pytorch": ("torch",), "hf-trainer": ("torch", "transformers", "accelerate"), "keras": ("keras",)}
+PAGES = {
+    "pytorch": ("torch",),
+    "hf-trainer": ("torch", "transformers", "accelerate"),
+    "keras": ("keras",),
+}
 """The pages that compare two programs, and what the other one needs."""
-NEEDS = {"patience of Keras": PAGES["keras"], "short batch of the Trainer": PAGES["hf-trainer"], **PAGES}
+NEEDS = {
+    "patience of Keras": PAGES["keras"],
+    "short batch of the Trainer": PAGES["hf-trainer"],
+    **PAGES,
+}
 """What each case needs."""
 
 
 def _patience_of_keras():
-    """The learning rates that ReduceLROnPlateau makes of `LOSSES`, and whether EarlyStopping has stopped."""
+    """The learning rates that ReduceLROnPlateau makes of `LOSSES`, and whether EarlyStopping has
+    stopped."""
     os.environ["KERAS_BACKEND"] = "jax"
     # Keras creates keys of two uint32 and promotes dtypes.
-    with warnings.catch_warnings(), jax.legacy_prng_key("allow"), jax.numpy_dtype_promotion("standard"):
+    with (
+        warnings.catch_warnings(),
+        jax.legacy_prng_key("allow"),
+        jax.numpy_dtype_promotion("standard"),
+    ):
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         import keras
 
@@ -53,7 +67,8 @@ def short_epoch():
 
 
 def _short_batch_of_the_trainer():
-    """The weights after one update, of rate 1, from microbatches of 16 and 10 rows; they begin as zeros."""
+    """The weights after one update, of rate 1, from microbatches of 16 and 10 rows; they begin as
+    zeros."""
     import torch
     import transformers
 
@@ -78,9 +93,13 @@ def _short_batch_of_the_trainer():
             save_strategy="no",
             report_to="none",
         )
-        rows = [{"x": torch.tensor(x), "labels": int(y)} for x, y in zip(*short_epoch(), strict=True)]
+        rows = [
+            {"x": torch.tensor(x), "labels": int(y)} for x, y in zip(*short_epoch(), strict=True)
+        ]
         constant = torch.optim.lr_scheduler.LambdaLR(sgd, lambda n: 1.0)
-        transformers.Trainer(model, arguments, train_dataset=rows, optimizers=(sgd, constant)).train()
+        transformers.Trainer(
+            model, arguments, train_dataset=rows, optimizers=(sgd, constant)
+        ).train()
     return model.weight.detach().numpy().T
 
 

@@ -20,8 +20,8 @@ ROWS = jstep.batches(np.ones((8, 2), np.float32), 2)
 # What an `EvaluationHook` calls of them is on its page, as of any callback.
 CALLBACKS = ("EarlyStopping", "KeepBest", "ReduceOnPlateau")
 
-# Those that cannot be made without arguments. Of the others of the list, an exception or a result, the class is enough:
-# they have nothing that their class does not show.
+# Those that cannot be made without arguments. Of the others of the list, an exception or a result,
+# the class is enough: they have nothing that their class does not show.
 MAKERS: dict[str, Callable[[], Any]] = {
     "Batches": lambda: ROWS,
     "CheckpointSaverHook": lambda: jstep.CheckpointSaverHook(PLACE / "saver", save_steps=1),
@@ -44,7 +44,9 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "RandomShuffleQueue": lambda: jstep.RandomShuffleQueue(2, 1),
     "ReduceOnPlateau": lambda: jstep.ReduceOnPlateau("loss", "rate"),
     "ReportingHook": jstep.ReportingHook,
-    "Run": lambda: jstep.Run(jstep.minimize(lambda params: params["w"] ** 2, jstep.adam()), STATE, None, 1),
+    "Run": lambda: jstep.Run(
+        jstep.minimize(lambda params: params["w"] ** 2, jstep.adam()), STATE, None, 1
+    ),
     "Saver": lambda: jstep.Saver(PLACE / "run"),
     "Slot": lambda: jstep.Slot(0.0),
     "StallHook": jstep.StallHook,
@@ -53,7 +55,9 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "SummarySaverHook": jstep.SummarySaverHook,
     "TrainState": lambda: STATE,
     "TrainStep": lambda: jstep.minimize(lambda params: params["w"] ** 2, jstep.adam()),
-    "Cost": lambda: jstep.cost(jstep.minimize(lambda params: params["w"] ** 2, jstep.adam()), STATE),
+    "Cost": lambda: jstep.cost(
+        jstep.minimize(lambda params: params["w"] ** 2, jstep.adam()), STATE
+    ),
     "Schedule": lambda: jstep.cosine_decay(0.1, 10),
     "summary.SummaryWriter": lambda: jstep.summary.SummaryWriter(PLACE / "logs"),
     "summary.Summary": lambda: jstep.summary.scalar("x", 1.0),
@@ -61,7 +65,10 @@ MAKERS: dict[str, Callable[[], Any]] = {
 
 
 def public_classes() -> Iterator[tuple[str, type]]:
-    for package, prefix in ((jstep, ""), *((getattr(jstep, name), f"{name}.") for name in ("summary", "metrics"))):
+    for package, prefix in (
+        (jstep, ""),
+        *((getattr(jstep, name), f"{name}.") for name in ("summary", "metrics")),
+    ):
         for name in package.__all__:
             if isinstance(getattr(package, name), type):
                 yield f"{prefix}{name}", getattr(package, name)
@@ -74,13 +81,17 @@ def shown(name: str) -> set[str]:
     """The names that completion shows, but for those that Python itself defines."""
     one = MAKERS[name]() if name in MAKERS else CLASSES[name]
     foreign = {
-        member for base in CLASSES[name].__mro__ if not base.__module__.startswith("jstep") for member in dir(base)
+        member
+        for base in CLASSES[name].__mro__
+        if not base.__module__.startswith("jstep")
+        for member in dir(base)
     }
     return {member for member in dir(one) if not member.startswith("_")} - foreign
 
 
 def documented(name: str) -> set[str]:
-    """The members that the reference lists, and what docstrings have as arguments, attributes or `code`."""
+    """The members that the reference lists, and what docstrings have as arguments, attributes or
+    `code`."""
     names: set[str] = set()
     for base in CLASSES[name].__mro__:
         text = base.__doc__ or ""
@@ -96,7 +107,9 @@ def documented(name: str) -> set[str]:
 def listed_members() -> dict[str, list[str]]:
     listed: dict[str, list[str]] = {}
     for page in (DOCS / "reference").glob("*.md"):
-        for entry in re.finditer(r"^::: jstep\.([\w.]+)\n((?:    .*\n)*)", text_of(page), re.MULTILINE):
+        for entry in re.finditer(
+            r"^::: jstep\.([\w.]+)\n((?:    .*\n)*)", text_of(page), re.MULTILINE
+        ):
             found = re.search(r"members: \[(.*?)\]", entry[2])
             if found:
                 listed[entry[1].rpartition(".")[2]] = found[1].split(", ")

@@ -1,4 +1,5 @@
-"""The recipe "Contrastive losses in parts": its losses and gradients are those of the whole batch."""
+"""The recipe "Contrastive losses in parts": its losses and gradients are those of the whole
+batch."""
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +31,15 @@ def test_gradients_of_clip_in_parts(page):
 
 @pytest.mark.thorough
 def test_steps_with_keys_are_those_of_a_loop_by_hand(page):
-    """SimCLR for three steps, against the whole batch in a plain loop with the keys of each step."""
+    """SimCLR for three steps, against the whole batch in a plain loop with the keys of each
+    step."""
     optimizer, key = jstep.gradient_descent(0.1), jax.random.key(1)
     images = page["images"][:16]
 
     def whole(params, x, rng):
-        noise = jnp.stack([jax.random.normal(one, (2, x.shape[1])) for one in jax.random.split(rng, len(x))])
+        noise = jnp.stack(
+            [jax.random.normal(one, (2, x.shape[1])) for one in jax.random.split(rng, len(x))]
+        )
         u, v = (page["encode"](params["image"], x + 0.1 * noise[:, i]) for i in range(2))
         z = jnp.concatenate([u, v])
         total = 0.0
@@ -49,7 +53,9 @@ def test_steps_with_keys_are_those_of_a_loop_by_hand(page):
     state = jstep.TrainState.create(page["init_params"](), optimizer)
     params = page["init_params"]()
     for i in range(2):
-        expected, grads = jax.jit(jax.value_and_grad(whole))(params, images, jax.random.fold_in(key, i))
+        expected, grads = jax.jit(jax.value_and_grad(whole))(
+            params, images, jax.random.fold_in(key, i)
+        )
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         state, metrics = step(state, images)
         assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-5, abs=1e-6)

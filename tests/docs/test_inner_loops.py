@@ -95,7 +95,9 @@ def pbt(start, key):
             member.tensorflow(g, rate)
         if step % 4 == 3:
             order = np.argsort(losses)
-            factor = np.where(jax.random.bernoulli(jax.random.fold_in(key, step), shape=(4,)), 1.2, 0.8)
+            factor = np.where(
+                jax.random.bernoulli(jax.random.fold_in(key, step), shape=(4,)), 1.2, 0.8
+            )
             for better, worse in zip(order[:2], order[2:], strict=True):
                 source, copy = members[better], Adam(members[better].w)
                 copy.m, copy.v, copy.t = source.m, source.v, source.t
@@ -117,8 +119,16 @@ def test_programs_agree_with_their_originals(title):
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         names = run_section(title)
         w = np.asarray(names["state"].params["w"])
-        decay = float(names["worker_optimizer"].hyperparameters(0)["weight_decay"]) if title == "Nested states" else 0
-    original = {"jstep inside a loss": maml, "Nested states": lambda: diloco(decay), "Control variates": scaffold}
+        decay = (
+            float(names["worker_optimizer"].hyperparameters(0)["weight_decay"])
+            if title == "Nested states"
+            else 0
+        )
+    original = {
+        "jstep inside a loss": maml,
+        "Nested states": lambda: diloco(decay),
+        "Control variates": scaffold,
+    }
     assert w.dtype == np.float64
     np.testing.assert_allclose(w, original[title](), rtol=1e-10)
 
@@ -130,7 +140,9 @@ def test_a_population_agrees_with_its_original():
         start = np.asarray(jax.random.normal(key, (4, 3)))
         want, rates = pbt(start, key)
         np.testing.assert_allclose(members.params["w"], want, rtol=1e-10)
-        np.testing.assert_allclose(names["jstep"].get_hyperparameter(members, "learning_rate"), rates, rtol=1e-12)
+        np.testing.assert_allclose(
+            names["jstep"].get_hyperparameter(members, "learning_rate"), rates, rtol=1e-12
+        )
         population = run_section_after("A population that exploits", "Evolution without gradients")
         np.testing.assert_allclose(population["state"].params["w"], evolution(key), rtol=1e-10)
 
@@ -138,6 +150,10 @@ def test_a_population_agrees_with_its_original():
 def run_section_after(first, second):
     """Return the names of a section that uses those of another one."""
     names = run_section(first)
-    code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text().split(f"## {second}")[1], flags=re.DOTALL))
+    code = "\n".join(
+        re.findall(
+            r"```python\n(.*?)```", PAGE.read_text().split(f"## {second}")[1], flags=re.DOTALL
+        )
+    )
     exec(compile(code, str(PAGE), "exec"), names)
     return names

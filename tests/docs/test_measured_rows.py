@@ -1,4 +1,5 @@
-"""Each row of a measured table on the pages "From …": jstep computes what the original's code computes."""
+"""Each row of a measured table on the pages "From …": jstep computes what the original's code
+computes."""
 
 import importlib.util
 import re

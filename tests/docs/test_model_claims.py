@@ -1,4 +1,5 @@
-"""Claims about models on the page "From PyTorch", checked against torch where it is installed (dev/peers.sh)."""
+"""Claims about models on the page "From PyTorch", checked against torch where it is installed
+(dev/peers.sh)."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,9 @@ def test_padding_at_stride_2():
 
     def convolved(padding):
         numbers = ("NHWC", "HWIO", "NHWC")
-        return jax.lax.conv_general_dilated(IMAGES, kernel, (2, 2), padding, dimension_numbers=numbers)
+        return jax.lax.conv_general_dilated(
+            IMAGES, kernel, (2, 2), padding, dimension_numbers=numbers
+        )
 
     close(convolved([(1, 1), (1, 1)]), theirs)
     assert np.abs(convolved("SAME") - theirs.detach().numpy()).max() > 0.1
@@ -47,7 +50,8 @@ def test_padding_at_stride_2():
 def test_cross_entropy():
     logits, labels = torch.tensor(X), torch.tensor(LABELS)
     close(
-        optax.softmax_cross_entropy_with_integer_labels(X, LABELS).mean(), nn.functional.cross_entropy(logits, labels)
+        optax.softmax_cross_entropy_with_integer_labels(X, LABELS).mean(),
+        nn.functional.cross_entropy(logits, labels),
     )
     soft = jax.nn.one_hot(LABELS, 8) * 0.7 + 0.3 / 8
     for y, theirs in ((jax.nn.one_hot(LABELS, 8), labels), (soft, torch.tensor(np.asarray(soft)))):
@@ -61,7 +65,9 @@ def test_cross_entropy():
 
 def test_initial_weights():
     """Uniform in ±1/√(fan in): the bound, and the variance 1 / (3 fan in)."""
-    kernel = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")(jax.random.key(0), (64, 4096))
+    kernel = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")(
+        jax.random.key(0), (64, 4096)
+    )
     theirs = nn.Linear(64, 4096).weight.detach().numpy()
     for weights in (kernel, theirs):
         assert 0.99 / 8 < np.abs(weights).max() <= 1 / 8

@@ -22,14 +22,19 @@ def outputs():
 
 @pytest.mark.thorough
 def test_the_stored_output_is_up_to_date(outputs):
-    assert text_of((DOCS / "notebook" / "state.html").read_text(encoding="utf-8")) == text_of(outputs["state"])
+    assert text_of((DOCS / "notebook" / "state.html").read_text(encoding="utf-8")) == text_of(
+        outputs["state"]
+    )
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["plan", "cost", "goodput"])  # their numbers depend on the machine and on versions
+# Their numbers depend on the machine and on versions.
+@pytest.mark.parametrize("name", ["plan", "cost", "goodput"])
 def test_a_computed_output_has_the_current_rows(outputs, name):
     stored = (DOCS / "notebook" / f"{name}.html").read_text(encoding="utf-8")
-    titles = [set(re.findall(r"<t[dh][^>]*left[^>]*>([^<]*)<", html)) for html in (stored, outputs[name])]
+    titles = [
+        set(re.findall(r"<t[dh][^>]*left[^>]*>([^<]*)<", html)) for html in (stored, outputs[name])
+    ]
     assert titles[0]
     assert titles[0] & titles[1]
     assert text_of(stored).split()[0] == text_of(outputs[name]).split()[0]
@@ -38,13 +43,21 @@ def test_a_computed_output_has_the_current_rows(outputs, name):
 @pytest.mark.thorough
 def test_outputs_and_placeholders_match(outputs):
     placeholders = [
-        name for page in DOCS.rglob("*.md") for name in re.findall(r"<!-- notebook: (\w+) -->", page.read_text("utf-8"))
+        name
+        for page in DOCS.rglob("*.md")
+        for name in re.findall(r"<!-- notebook: (\w+) -->", page.read_text("utf-8"))
     ]
-    assert sorted(placeholders) == sorted(outputs) == sorted(path.stem for path in (DOCS / "notebook").glob("*.html"))
+    assert (
+        sorted(placeholders)
+        == sorted(outputs)
+        == sorted(path.stem for path in (DOCS / "notebook").glob("*.html"))
+    )
 
 
 def test_an_output_is_embedded_as_one_block():
-    page = notebook.on_page_markdown("before\n\n<!-- notebook: state -->\n\n`<!-- notebook: nope -->`\n")
+    page = notebook.on_page_markdown(
+        "before\n\n<!-- notebook: state -->\n\n`<!-- notebook: nope -->`\n"
+    )
     lines = page.splitlines()
     assert lines[2].startswith('<div class="notebook-output"><div')
     assert lines[2].endswith("</div>")

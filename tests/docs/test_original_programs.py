@@ -1,4 +1,5 @@
-"""Recipes beside the original programs: equal numbers, as shown on the page, and others after a mistake."""
+"""Recipes beside the original programs: equal numbers, as shown on the page, and others after a
+mistake."""
 
 import contextlib
 import io
@@ -29,7 +30,8 @@ def place_of(name):
 
 
 def original_of(name):
-    """Return the original program and its comparison, which run after the page: they use its model and its data."""
+    """Return the original program and its comparison, which run after the page: they use its model
+    and its data."""
     return text_of(ORIGINALS / f"{name}.txt")
 
 
@@ -67,7 +69,9 @@ def test_the_listing_is_what_the_page_prints(name, tmp_path):
         run_program(name)
     shown = listing_of(name)
     found = printed.getvalue().splitlines()[-len(shown) :]
-    assert [NUMBER.sub("N", line).split() for line in found] == [NUMBER.sub("N", line).split() for line in shown]
+    assert [NUMBER.sub("N", line).split() for line in found] == [
+        NUMBER.sub("N", line).split() for line in shown
+    ]
     for line, expected in zip(found, shown, strict=True):
         values = [[float(number) for number in NUMBER.findall(each)] for each in (line, expected)]
         assert values[0] == pytest.approx(values[1], abs=0.02), line

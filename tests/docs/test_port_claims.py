@@ -26,28 +26,38 @@ def test_both_programs_on_the_page_of_tf_train_have_the_same_numbers():
 
 
 SYMBOLS = """
-    Variable create_global_step get_global_step get_or_create_global_step global_step assign_add GraphKeys GLOBAL_STEP
-    GLOBAL_VARIABLES get_collection MonitoredTrainingSession MonitoredSession StepCounterHook CheckpointSaverHook
-    LoggingTensorHook NanTensorHook StopAtStepHook SummarySaverHook log_every_n INFO placeholder feed_dict
-    GradientDescentOptimizer AdagradOptimizer MomentumOptimizer AdamOptimizer FtrlOptimizer RMSPropOptimizer
-    initial_accumulator_value use_locking name minimize var_list compute_gradients apply_gradients grads_and_vars
-    IndexedSlices GATE_NONE GATE_OP GATE_GRAPH get_slot get_slot_names gradients grad_ys gate_gradients
-    colocate_gradients_with_ops aggregation_method AggregationMethod ADD_N DEFAULT LookupError stop_gradient
-    clip_by_value clip_value_min clip_value_max clip_by_norm clip_by_average_norm clip_by_global_norm t_list use_norm
-    global_norm exponential_decay ExponentialMovingAverage num_updates apply average average_name variables_to_restore
+    Variable create_global_step get_global_step get_or_create_global_step global_step assign_add
+    GraphKeys GLOBAL_STEP GLOBAL_VARIABLES get_collection MonitoredTrainingSession MonitoredSession
+    StepCounterHook CheckpointSaverHook LoggingTensorHook NanTensorHook StopAtStepHook
+    SummarySaverHook log_every_n INFO placeholder feed_dict GradientDescentOptimizer
+    AdagradOptimizer MomentumOptimizer AdamOptimizer FtrlOptimizer RMSPropOptimizer
+    initial_accumulator_value use_locking name minimize var_list compute_gradients apply_gradients
+    grads_and_vars IndexedSlices GATE_NONE GATE_OP GATE_GRAPH get_slot get_slot_names gradients
+    grad_ys gate_gradients colocate_gradients_with_ops aggregation_method AggregationMethod ADD_N
+    DEFAULT LookupError stop_gradient clip_by_value clip_value_min clip_value_max clip_by_norm
+    clip_by_average_norm clip_by_global_norm t_list use_norm global_norm exponential_decay
+    ExponentialMovingAverage num_updates apply average average_name variables_to_restore
     control_dependencies group Saver save my-model restore Coordinator should_stop request_stop join
-    stop_grace_period_secs wait_for_stop QueueRunner create_threads exceptions_raised add_queue_runner
-    start_queue_runners enqueue_many scalar_summary image_summary histogram_summary OutOfRange zero_fraction
-    merge_summary merge_all_summaries SummaryWriter graph_def max_queue flush_secs add_summary add_event add_graph flush
-    close summary_iterator write_graph
+    stop_grace_period_secs wait_for_stop QueueRunner create_threads exceptions_raised
+    add_queue_runner start_queue_runners enqueue_many scalar_summary image_summary histogram_summary
+    OutOfRange zero_fraction merge_summary merge_all_summaries SummaryWriter graph_def max_queue
+    flush_secs add_summary add_event add_graph flush close summary_iterator write_graph
 """.split()  # noqa: SIM905
 """The symbols of classic `tf.train`, and of what its programs call besides."""
 
 
 def rows_of_symbols():
     """Return the cells of the tables of symbols: TensorFlow's, jstep's, and what differs."""
-    _, _, tables = (DOCS / "from" / "tf-train.md").read_text(encoding="utf-8").partition("\n## Symbol by symbol\n")
-    lines = [line for line in tables.splitlines() if line.startswith("| ") and "what differs, and why" not in line]
+    _, _, tables = (
+        (DOCS / "from" / "tf-train.md")
+        .read_text(encoding="utf-8")
+        .partition("\n## Symbol by symbol\n")
+    )
+    lines = [
+        line
+        for line in tables.splitlines()
+        if line.startswith("| ") and "what differs, and why" not in line
+    ]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
@@ -59,14 +69,22 @@ def test_the_page_of_tf_train_lists_every_symbol():
 def test_each_row_of_the_page_of_tf_train_has_a_subject_a_line_and_a_reason():
     classes = [value for name in jstep.__all__ if isinstance(value := getattr(jstep, name), type)]
     owners = [jstep, jstep.summary, jstep.summary.SummaryWriter, *classes]
-    hinted = set(re.findall(r"\w+", " ".join(theirs for rows in pages().values() for theirs in rows.values())))
+    hinted = set(
+        re.findall(
+            r"\w+", " ".join(theirs for rows in pages().values() for theirs in rows.values())
+        )
+    )
     for theirs, ours, differs in rows_of_symbols():
         assert re.match(r"`|[A-Z]\w+ (error )?of |a loss |steps of ", theirs), theirs
         assert ours, theirs
         assert differs or not ours.startswith("not "), f"{theirs}: why not?"
         if not ours.startswith("not "):
             named = re.findall(r"`(?:Saver|ema|Optimizer)?\.?(\w+)[`(]", theirs)
-            assert not [name for name in named if name not in hinted and not any(hasattr(o, name) for o in owners)]
+            assert not [
+                name
+                for name in named
+                if name not in hinted and not any(hasattr(o, name) for o in owners)
+            ]
 
 
 @pytest.mark.thorough
@@ -75,11 +93,14 @@ def test_the_libraries_compute_the_stored_numbers(name, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")  # its import needs another one otherwise
     for module in peer_numbers.NEEDS[name]:
         pytest.importorskip(module)
-    np.testing.assert_allclose(peer_numbers.computed(name), peer_numbers.stored(name), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        peer_numbers.computed(name), peer_numbers.stored(name), rtol=1e-5, atol=1e-7
+    )
 
 
 def test_patience_in_keras():
-    """The patience of EarlyStopping is the same as in Keras, that of ReduceOnPlateau is one less."""
+    """The patience of EarlyStopping is the same as in Keras, that of ReduceOnPlateau is one
+    less."""
     losses, theirs = peer_numbers.LOSSES, peer_numbers.stored("patience of Keras")
     optimizer = jstep.gradient_descent(jstep.held("learning_rate", 1.0))
     state = jstep.TrainState.create({"w": 1.0}, optimizer)
@@ -96,7 +117,8 @@ def test_patience_in_keras():
 
 
 def test_the_trainer_takes_the_mean_of_the_means_of_microbatches():
-    """With the line of the page, the same; with a mean over rows, 1 % to 50 % of the update apart."""
+    """With the line of the page, the same; with a mean over rows, 1 % to 50 % of the update
+    apart."""
     page = (DOCS / "from" / "hf-trainer.md").read_text(encoding="utf-8")
     weights = eval(re.search(r"`(np\.where\(np\.arange\(26\).*?)`", page).group(1))
     x, y = peer_numbers.short_epoch()
@@ -125,13 +147,18 @@ PAGE = DOCS / "from" / "optax.md"
 @pytest.mark.parametrize(
     ("name", "theirs"),
     [
-        ("squared_cosine", lambda: optax.cosine_decay_schedule(1e-3, 1000, alpha=0.1, exponent=2.0)),
+        (
+            "squared_cosine",
+            lambda: optax.cosine_decay_schedule(1e-3, 1000, alpha=0.1, exponent=2.0),
+        ),
         ("bounded_decay", lambda: optax.exponential_decay(1e-2, 100, 0.5, end_value=1e-3)),
     ],
 )
 def test_schedules_as_functions(page, name, theirs):
     steps = np.arange(0, 1200, 7)
-    np.testing.assert_allclose(jax.vmap(page[name])(steps), jax.vmap(theirs())(1.0 * steps), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(
+        jax.vmap(page[name])(steps), jax.vmap(theirs())(1.0 * steps), rtol=1e-6, atol=1e-9
+    )
 
 
 def test_two_real_leaves_are_trained_like_a_complex_one():
@@ -168,7 +195,9 @@ def test_the_loss_scale_changes_at_the_steps_of_flax():
         return jnp.sum(params["w"]) * factor
 
     train_step = jstep.minimize(loss_fn, optimizer)
-    of_flax = jax.jit(lambda scale, factor: scale.value_and_grad(loss_fn)({"w": jnp.ones(3)}, factor)[0])
+    of_flax = jax.jit(
+        lambda scale, factor: scale.value_and_grad(loss_fn)({"w": jnp.ones(3)}, factor)[0]
+    )
     wanted, found = [], []
     for n in range(60):
         factor = jnp.float32(np.inf if n in (3, 4, 20, 41) else 1.0)
@@ -189,19 +218,23 @@ def test_the_defaults_of_the_loss_scale_of_flax():
 
 # The tables of defaults that differ between Optax and jstep, compared with the signatures of both.
 
-ROW = re.compile(r"^\| `([\w.]+)` \| `(\w+)` \| (\S+) \| `(\w+)`: `(\w+)` \| (\S+) \|$", re.MULTILINE)
+ROW = re.compile(
+    r"^\| `([\w.]+)` \| `(\w+)` \| (\S+) \| `(\w+)`: `(\w+)` \| (\S+) \|$", re.MULTILINE
+)
 
 IN_BOTH = [name for name in jstep.__all__ if name.islower() and callable(getattr(jstep, name))]
 PAIRS = {name: name for name in IN_BOTH if hasattr(optax, name)}
 PAIRS |= {f"contrib.{name}": name for name in IN_BOTH if hasattr(optax.contrib, name)}
 PAIRS |= {"nadamw": "nadam", "ema": "ExponentialMovingAverage"}
 ARGUMENTS = {
-    "b1": "beta1", "b2": "beta2", "b3": "beta3", "beta": "momentum", "eps": "epsilon", "eps_root": "epsilon_root",
-    "nesterov": "use_nesterov", "clipping_threshold": "clip_threshold", "weight_decay_rate": "weight_decay",
-    "debias": "zero_debias", "ns_coeffs": "ns_coefficients", "estim_lr0": "d0", "estim_lr_coef": "d_coef",
+    "b1": "beta1", "b2": "beta2", "b3": "beta3", "beta": "momentum", "eps": "epsilon",
+    "eps_root": "epsilon_root", "nesterov": "use_nesterov", "clipping_threshold": "clip_threshold",
+    "weight_decay_rate": "weight_decay", "debias": "zero_debias", "ns_coeffs": "ns_coefficients",
+    "estim_lr0": "d0", "estim_lr_coef": "d_coef",
 }  # fmt: skip
 MEANS_NOTHING = {"learning_rate", "ns_steps", "weight_decay_mask", "trust_ratio_mask", "mask"}
-"""Optax's rate has no default; jstep's steps are as many as the coefficients give; masks have another grammar."""
+"""Optax's rate has no default; jstep's steps are as many as the coefficients give; masks have
+another grammar."""
 
 
 def defaults(function):
@@ -222,10 +255,17 @@ def rows_of(page):
 
 def differing():
     for theirs, ours in PAIRS.items():
-        of_theirs, of_ours = defaults(operator.attrgetter(theirs)(optax)), defaults(getattr(jstep, ours))
+        of_theirs, of_ours = (
+            defaults(operator.attrgetter(theirs)(optax)),
+            defaults(getattr(jstep, ours)),
+        )
         for argument, value in of_theirs.items():
             name = ARGUMENTS.get(argument, argument)
-            if name in of_ours and name not in MEANS_NOTHING and (value or 0) != (of_ours[name] or 0):
+            if (
+                name in of_ours
+                and name not in MEANS_NOTHING
+                and (value or 0) != (of_ours[name] or 0)
+            ):
                 yield theirs, argument, value, ours, name, of_ours[name]
 
 

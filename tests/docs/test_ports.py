@@ -25,7 +25,9 @@ def test_each_page_compares_its_two_programs(name: str) -> None:
     blocks = blocks_of(page_of(name))
     assert any("assert_allclose" in block.code and block.needs == PORTS[name] for block in blocks)
     alone = [block.code for block in blocks if not block.needs]
-    assert any("jstep.train(" in code for code in alone), "jstep's program must run without the other package"
+    assert any("jstep.train(" in code for code in alone), (
+        "jstep's program must run without the other package"
+    )
 
 
 def results_of(name: str, names: dict[str, Any]) -> list[Any]:
@@ -42,7 +44,8 @@ def results_of(name: str, names: dict[str, Any]) -> list[Any]:
 
 
 def compare(name: str, folder: pathlib.Path) -> None:
-    """Run jstep's program of a page alone, and compare what it makes with the stored numbers of the other."""
+    """Run jstep's program of a page alone, and compare what it makes with the stored numbers of the
+    other."""
     first, *others = (block.code for block in blocks_of(page_of(name)))
     kept = {first, next(code for code in others if "jstep.train(" in code)}
     with contextlib.chdir(folder):
@@ -93,11 +96,15 @@ def test_names_in_the_table_exist(name: str) -> None:
         if called in ("f", "train_step", "evaluate", "print", "wandb.log"):
             continue
         assert callable(target), f"{name}.md: jstep has no {called}"
-        assert set(keywords) <= set(inspect.signature(target).parameters), f"{name}.md: {called}({keywords})"
+        assert set(keywords) <= set(inspect.signature(target).parameters), (
+            f"{name}.md: {called}({keywords})"
+        )
         checked += 1
     assert checked > 5
     bare = {span for cell in tables for span in re.findall(r"`([A-Za-z]\w*)`", cell)}
     functions = (jstep.minimize, jstep.adamw, jstep.train)
-    arguments = {argument for function in functions for argument in inspect.signature(function).parameters}
+    arguments = {
+        argument for function in functions for argument in inspect.signature(function).parameters
+    }
     unknown = bare - set(dir(jstep)) - arguments - {"jnp", "f", "weight", "merge", "compute"}
     assert not unknown, f"{name}.md: {sorted(unknown)}"

@@ -1,4 +1,5 @@
-"""What people asked in public is answered on the page that they open first, and the answer is right."""
+"""What people asked in public is answered on the page that they open first, and the answer is
+right."""
 
 import re
 import tomllib
@@ -11,7 +12,9 @@ from source_files import ROOT, import_file
 
 import jstep
 
-QUESTIONS = tomllib.loads((ROOT / "docs" / "questions.toml").read_text(encoding="utf-8"))["question"]
+QUESTIONS = tomllib.loads((ROOT / "docs" / "questions.toml").read_text(encoding="utf-8"))[
+    "question"
+]
 PRELUDE = {"jstep": jstep, "jax": jax, "jnp": jnp, "np": np, "params": {"w": jnp.zeros(3)}}
 
 
@@ -20,7 +23,9 @@ def loss_fn(params, x):
 
 
 def new_state(optimizer=None, **more):
-    return jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer or jstep.gradient_descent(0.1), **more)
+    return jstep.TrainState.create(
+        {"w": jnp.zeros(3)}, optimizer or jstep.gradient_descent(0.1), **more
+    )
 
 
 def ones(step):

@@ -20,7 +20,8 @@ PROGRAM, LOOP, WHOLE_RUNS = blocks_of(ROOT / "README.md")
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, caplog):
-    """A function that runs a program as a reader does, and returns its names; a WARNING is an error."""
+    """A function that runs a program as a reader does, and returns its names; a WARNING is an
+    error."""
 
     def run(program):
         names = {}
@@ -53,7 +54,9 @@ def shortened(last_step):
 
 
 @pytest.mark.thorough(except_for=["100"])
-@pytest.mark.parametrize(("last_step", "loss"), [(100, 140.0), (20_000, 0.01)], ids=["100", "20000"])
+@pytest.mark.parametrize(
+    ("last_step", "loss"), [(100, 140.0), (20_000, 0.01)], ids=["100", "20000"]
+)
 def test_the_program_learns_and_resumes(last_step, loss, run, caplog):
     for _ in range(1 if last_step == 100 else 2):  # the second start restores the last step
         names = run(shortened(last_step))
@@ -61,14 +64,24 @@ def test_the_program_learns_and_resumes(last_step, loss, run, caplog):
         assert names["loss_fn"](params, names["x"], names["x"] @ jnp.arange(8.0)) < loss
         assert jstep.global_step(names["state"]) == last_step
     assert jstep.latest_checkpoint("runs/line").endswith(f"model-{last_step}")
-    rates = [names["optimizer"].hyperparameters(int(step) - 1)["learning_rate"] for step, _, _ in SHOWN_STEPS]
+    rates = [
+        names["optimizer"].hyperparameters(int(step) - 1)["learning_rate"]
+        for step, _, _ in SHOWN_STEPS
+    ]
     assert [f"{rate:.4g}" for rate in rates] == [shown for _, _, shown in SHOWN_STEPS]
     if last_step > 100:
-        # A loss depends on how XLA compiles, which the tests do otherwise than a reader, and the other numbers on the
-        # machine.
-        shown = {re.sub(r"\d[\d.e-]*", "…", line) for line in TRANSCRIPT.splitlines()} - {"$ python line.py", "Killed"}
+        # A loss depends on how XLA compiles, which the tests do otherwise than a reader, and the
+        # other numbers on the machine.
+        shown = {re.sub(r"\d[\d.e-]*", "…", line) for line in TRANSCRIPT.splitlines()} - {
+            "$ python line.py",
+            "Killed",
+        }
         logged = [record.getMessage() for record in caplog.records]
-        assert not [line for line in shown if not any(shows(line, message, whole=True) for message in logged)]
+        assert not [
+            line
+            for line in shown
+            if not any(shows(line, message, whole=True) for message in logged)
+        ]
 
 
 def test_a_step_that_is_shown_twice_has_the_same_numbers():
@@ -76,25 +89,33 @@ def test_a_step_that_is_shown_twice_has_the_same_numbers():
 
 
 def test_the_program_is_not_over_before_it_is_killed():
-    """Neither on a machine that is twice as quick as the quickest on which we tried it, at 6,400 steps per second."""
+    """Neither on a machine that is twice as quick as the quickest on which we tried it, at 6,400
+    steps per second."""
     assert "Fifteen seconds after the line `first step`" in README
     assert LAST_STEP / (2 * 6400) > 2 * 15
 
 
 def test_the_site_opens_with_the_same_run():
-    """Its first screen has the program and the picture of a run that was killed, before any table."""
+    """Its first screen has the program and the picture of a run that was killed, before any
+    table."""
     page = text_of(ROOT / "docs" / "index.md")
     first = blocks_of(ROOT / "docs" / "index.md")[0]
     assert first.line < 10
     assert first.code == PROGRAM.code
     assert TRANSCRIPT in page
     picture = page.index("](pictures/one_clock.png)")
-    assert page.index("```python") < picture < min(page.index("```text"), page.index("\n|"), page.index("\n## "))
+    assert (
+        page.index("```python")
+        < picture
+        < min(page.index("```text"), page.index("\n|"), page.index("\n## "))
+    )
 
 
 def test_the_row_about_a_mesh_trains_on_it(run):
     (row,) = re.findall(r"^\| one GPU, a TPU pod.*$", README, re.MULTILINE)
-    placed, option = re.search(r"`state = (jstep\.shard_state\(.*?\))`, and `train\(…, (.*?)\)`", row).groups()
+    placed, option = re.search(
+        r"`state = (jstep\.shard_state\(.*?\))`, and `train\(…, (.*?)\)`", row
+    ).groups()
     program = shortened(10).replace(
         "jstep.train(\n    step, state, data,", f"jstep.train(\n    step, {placed}, data, {option},"
     )
@@ -132,7 +153,14 @@ def test_the_programs_are_read_in_half_a_minute():
 def test_one_sentence_says_what_jstep_is():
     """The same in all places that say it first."""
     summary = "functional training toolkit"
-    for place in ("README.md", "docs/index.md", "pyproject.toml", "CITATION.cff", "mkdocs.yml", "jstep/__init__.py"):
+    for place in (
+        "README.md",
+        "docs/index.md",
+        "pyproject.toml",
+        "CITATION.cff",
+        "mkdocs.yml",
+        "jstep/__init__.py",
+    ):
         text = " ".join(text_of(ROOT / place).split())
         assert summary in text[:1500], place
         if place not in ("pyproject.toml", "mkdocs.yml"):
@@ -141,7 +169,8 @@ def test_one_sentence_says_what_jstep_is():
 
 def test_both_commands_create_an_environment():
     commands = [
-        re.search(rf"<!-- {name} command -->\n```bash\n(.*)\n```", README).group(1) for name in ("example", "test")
+        re.search(rf"<!-- {name} command -->\n```bash\n(.*)\n```", README).group(1)
+        for name in ("example", "test")
     ]
     for command in commands:
         assert command.startswith("python3 -m venv .venv && .venv/bin/pip install ")
@@ -167,7 +196,9 @@ def test_the_hook_stops_a_run_when_the_file_appears(tmp_path):
     def run():
         state = jstep.TrainState.create({"w": jnp.ones(())}, OPTIMIZER)
         step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, OPTIMIZER)
-        return jstep.global_step(jstep.train(step, state, batch, 10, hooks=[hook], checkpoint_dir=tmp_path / "run"))
+        return jstep.global_step(
+            jstep.train(step, state, batch, 10, hooks=[hook], checkpoint_dir=tmp_path / "run")
+        )
 
     assert [run(), run()] == [4, 6]  # a restart runs steps until it is due again
 
@@ -178,14 +209,24 @@ def test_the_files_that_it_names_exist():
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
-# Names and terms that a reader would stumble over: signatures name types, and errors say what must be.
+# Names and terms that a reader would stumble over: signatures name types, and errors say what must
+# be.
 
 
 def test_signatures_of_optimizers_and_schedules_name_their_types():
-    """The files begin with `from __future__ import annotations`, so that `help()` does not expand the type aliases."""
-    functions = [getattr(jstep, name) for name in jstep.__all__ if inspect.isfunction(getattr(jstep, name))]
-    files = {function: inspect.getsourcefile(inspect.unwrap(function)) or "" for function in functions}
-    taken = [one for one, file in files.items() if {"optimizers", "schedules"} & set(pathlib.Path(file).parts)]
+    """The files begin with `from __future__ import annotations`, so that `help()` does not expand
+    the type aliases."""
+    functions = [
+        getattr(jstep, name) for name in jstep.__all__ if inspect.isfunction(getattr(jstep, name))
+    ]
+    files = {
+        function: inspect.getsourcefile(inspect.unwrap(function)) or "" for function in functions
+    }
+    taken = [
+        one
+        for one, file in files.items()
+        if {"optimizers", "schedules"} & set(pathlib.Path(file).parts)
+    ]
     assert jstep.adamw in taken
     assert not [one.__name__ for one in taken if "numpy.number" in str(inspect.signature(one))]
 
@@ -193,21 +234,28 @@ def test_signatures_of_optimizers_and_schedules_name_their_types():
 def test_errors_say_what_a_value_must_be():
     """One word for it, not `expected`."""
     wrong = re.compile(r""": expected [a-z\['{0-9]""")
-    assert not [f"{path.name}: {found.group()}" for path in MODULES.values() for found in wrong.finditer(text_of(path))]
+    assert not [
+        f"{path.name}: {found.group()}"
+        for path in MODULES.values()
+        for found in wrong.finditer(text_of(path))
+    ]
 
 
-# The page on choosing an optimizer: its bytes per parameter match the slots, and its names exist in jstep.
+# The page on choosing an optimizer: its bytes per parameter match the slots, and its names exist in
+# jstep.
 
-TEXT_OF_OPTIMIZERS = (pathlib.Path(__file__).parents[2] / "docs" / "help" / "choosing-an-optimizer.md").read_text(
-    encoding="utf-8"
-)
+TEXT_OF_OPTIMIZERS = (
+    pathlib.Path(__file__).parents[2] / "docs" / "help" / "choosing-an-optimizer.md"
+).read_text(encoding="utf-8")
 BYTES = re.findall(r"^\| `(\w+\(.*?\))` \| ([\d.]+) \|", TEXT_OF_OPTIMIZERS, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("call", "quoted"), BYTES, ids=[call for call, _ in BYTES])
 def test_bytes_per_parameter(call, quoted):
     optimizer = eval(f"jstep.{call}", {"jstep": jstep, "jnp": jnp})
-    state = jax.eval_shape(lambda: jstep.TrainState.create({"w": jnp.zeros((1024, 1024))}, optimizer))
+    state = jax.eval_shape(
+        lambda: jstep.TrainState.create({"w": jnp.zeros((1024, 1024))}, optimizer)
+    )
     actual = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.slots)) / 1024**2
     # Scalar counters add a few bytes per million parameters; the page has two digits.
     assert actual == pytest.approx(float(quoted), abs=0.005)

@@ -31,7 +31,8 @@ def adam(slots, grads, rate=1e-3):
 
 
 def plain_updates(page, params, batches, noise):
-    """The updates of several steps, one after the other, each with its own Adam and the targets by hand."""
+    """The updates of several steps, one after the other, each with its own Adam and the targets by
+    hand."""
     targets, slots = params["critic"], {}
     for name in params:
         zeros = jax.tree.map(jnp.zeros_like, params[name])
@@ -48,7 +49,9 @@ def plain_updates(page, params, batches, noise):
 
     for i in range(page["UPDATES"]):
         batch = {key: x[i] for key, x in batches.items()}
-        params = update(params, "critic", page["critic_loss"], batch, noise[i, 0], {**params, "critic": targets})
+        params = update(
+            params, "critic", page["critic_loss"], batch, noise[i, 0], {**params, "critic": targets}
+        )
         targets = jax.tree.map(lambda t, p: t + 0.005 * (p - t), targets, params["critic"])
         entropy = page["actor_loss"](params, batch, noise[i, 1])[1]["entropy"]
         params = update(params, "actor", page["actor_loss"], batch, noise[i, 1])
@@ -60,7 +63,9 @@ def test_the_updates_of_a_step_are_those_of_a_plain_loop(page, standard):
     rng, steps = np.random.default_rng(0), page["UPDATES"]
     shapes = {"seen": (3,), "action": (1,), "reward": (), "after": (3,)}
     rows = (steps, page["ROWS"])
-    batches = {name: rng.normal(size=(*rows, *shape)).astype(np.float32) for name, shape in shapes.items()}
+    batches = {
+        name: rng.normal(size=(*rows, *shape)).astype(np.float32) for name, shape in shapes.items()
+    }
     params = page["make_params"](jax.random.key(0))
     keys = [jax.random.fold_in(page["KEY"], step) for step in range(steps)]
     noise = jnp.stack([jax.random.normal(key, (2, page["ROWS"], 1)) for key in keys])
@@ -73,7 +78,11 @@ def test_the_updates_of_a_step_are_those_of_a_plain_loop(page, standard):
     assert int(state.global_step) == steps
     ages = {name: steps - int(state.slots[f"{name}/start_step"]) for name in params}
     assert ages == dict.fromkeys(params, steps)
-    for one, other in ((state.params, expected), (found["critic"], targets), (found["actor"], expected["actor"])):
+    for one, other in (
+        (state.params, expected),
+        (found["critic"], targets),
+        (found["actor"], expected["actor"]),
+    ):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), one, other)
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), targets, params["critic"])
     assert min(jax.tree.leaves(moved)) > 2e-5 * 2

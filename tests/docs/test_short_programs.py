@@ -61,7 +61,9 @@ def test_updates_stop_at_target_kl():
 
 
 def test_the_rate_adapts_to_the_kl_and_is_restored(tmp_path):
-    make_step = names_of("recipes/ppo.md", "A learning rate that adapts to the KL")["make_adaptive_step"]
+    make_step = names_of("recipes/ppo.md", "A learning rate that adapts to the KL")[
+        "make_adaptive_step"
+    ]
     optimizer = jstep.gradient_descent(jstep.held("learning_rate", 1e-3))
     step = make_step(0.01, loss_of, optimizer)
     state, rates, expected = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer), [], []
@@ -105,7 +107,9 @@ def test_pcgrad_is_that_of_numpy():
 def test_update_bn_takes_the_mean_of_all_batches(caplog):
     names = names_of("from/pytorch.md", "update_bn")
     hidden = (np.asarray(names["rows"]) @ np.asarray(names["averages"]["w"])).reshape(3, 32, 2)
-    np.testing.assert_allclose(names["new_statistics"]["mean"], hidden.mean((0, 1)), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(
+        names["new_statistics"]["mean"], hidden.mean((0, 1)), rtol=1e-3, atol=1e-5
+    )
     np.testing.assert_allclose(names["new_statistics"]["var"], hidden.var(1).mean(0), rtol=1e-4)
     np.testing.assert_array_equal(names["evaluated"].params["w"], names["averages"]["w"])
     assert "still hold the old parameters" not in caplog.text, "the program has no slots that could"

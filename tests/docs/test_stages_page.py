@@ -47,7 +47,9 @@ def program_of(way):
 
 def run_program(way, directory, die_at=-1):
     directory.mkdir(exist_ok=True)
-    (completed,) = processes.wait_for([forked.start(program_of(way), directory, die_at)], timeout=120)
+    (completed,) = processes.wait_for(
+        [forked.start(program_of(way), directory, die_at)], timeout=120
+    )
     return completed
 
 

@@ -21,7 +21,9 @@ def batches(step):
 def train(last_step, hooks, state=None, **kwargs):
     kwargs.setdefault("progress", False)
     source = kwargs.pop("batches", batches)
-    return jstep.train(STEP, make_state() if state is None else state, source, last_step, hooks=hooks, **kwargs)
+    return jstep.train(
+        STEP, make_state() if state is None else state, source, last_step, hooks=hooks, **kwargs
+    )
 
 
 def in_batches(size, x):

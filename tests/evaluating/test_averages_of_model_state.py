@@ -1,4 +1,5 @@
-"""Averages of the model state, such as BatchNorm's statistics, and evaluations of parameters beside their averages."""
+"""Averages of the model state, such as BatchNorm's statistics, and evaluations of parameters beside
+their averages."""
 
 import logging
 
@@ -14,17 +15,25 @@ BATCHES = np.random.default_rng(0).normal(1.0, size=(12, 8)).astype(np.float32)
 
 
 def loss_fn(params, stats, x):
-    new = {"mean": 0.9 * stats["mean"] + 0.1 * x.mean(), "seen": stats["seen"] + 1, "key": stats["key"]}
+    new = {
+        "mean": 0.9 * stats["mean"] + 0.1 * x.mean(),
+        "seen": stats["seen"] + 1,
+        "key": stats["key"],
+    }
     return jnp.mean((params["w"] * x - 1) ** 2), new
 
 
 def averaging(optimizer=SGD, **kwargs):
-    return jstep.with_moving_average(optimizer, jstep.ExponentialMovingAverage(model_state=True, **kwargs))
+    return jstep.with_moving_average(
+        optimizer, jstep.ExponentialMovingAverage(model_state=True, **kwargs)
+    )
 
 
 def make_state(optimizer, **kwargs):
     model_state = {"mean": 0.5, "seen": 0, "key": jax.random.key(0)}
-    return jstep.TrainState.create({"w": jnp.ones(3), "v": jnp.ones(2)}, optimizer, model_state=model_state, **kwargs)
+    return jstep.TrainState.create(
+        {"w": jnp.ones(3), "v": jnp.ones(2)}, optimizer, model_state=model_state, **kwargs
+    )
 
 
 def trained(optimizer, batches=BATCHES, **kwargs):
@@ -42,10 +51,14 @@ WRAPPED = {
     "plain": lambda: averaging(decay=0.9),
     "guarded": lambda: jstep.skip_nonfinite(averaging(decay=0.9)),
     "scaled": lambda: jstep.dynamic_loss_scale(averaging(decay=0.9)),
-    "in a chain": lambda: jstep.chain(jstep.clip_gradients(by_global_norm=1.0), averaging(decay=0.9)),
+    "in a chain": lambda: jstep.chain(
+        jstep.clip_gradients(by_global_norm=1.0), averaging(decay=0.9)
+    ),
     "masters": lambda: jstep.master_weights(averaging(decay=0.9)),
     "compact": lambda: jstep.compact(averaging(ADAM, decay=0.9)),
-    "labels": lambda: averaging(jstep.partition({"a": SGD, "b": ADAM}, lambda path, p: "ab"[path == "v"]), decay=0.9),
+    "labels": lambda: averaging(
+        jstep.partition({"a": SGD, "b": ADAM}, lambda path, p: "ab"[path == "v"]), decay=0.9
+    ),
 }
 
 
@@ -67,12 +80,17 @@ def test_they_move_with_the_averages_of_the_parameters(name):
     [
         ({"decay": 0.999, "start_step": 12}, lambda means: means[-1]),
         ({"decay": 1.0, "zero_debias": True}, np.mean),
-        ({"decay": 1.0, "zero_debias": True, "start_step": 3, "every": 4}, lambda means: np.mean(means[6::4])),
+        (
+            {"decay": 1.0, "zero_debias": True, "start_step": 3, "every": 4},
+            lambda means: np.mean(means[6::4]),
+        ),
     ],
 )
 def test_they_begin_and_wait_as_the_averages_of_the_parameters_do(arguments, expected):
     state, means = trained(averaging(**arguments))
-    np.testing.assert_allclose(jstep.averaged_model_state(state)["mean"], expected(means), rtol=1e-5)
+    np.testing.assert_allclose(
+        jstep.averaged_model_state(state)["mean"], expected(means), rtol=1e-5
+    )
 
 
 def test_a_skipped_update_leaves_them():
@@ -97,7 +115,9 @@ def test_an_update_that_is_not_due_leaves_them():
 def test_a_step_by_hand():
     state = make_state(averaging(decay=0.5))
     state = state.replace(model_state=state.model_state | {"mean": 1.5})
-    state = jstep.apply_gradients(state, jax.tree.map(jnp.ones_like, state.params), averaging(decay=0.5))
+    state = jstep.apply_gradients(
+        state, jax.tree.map(jnp.ones_like, state.params), averaging(decay=0.5)
+    )
     assert jstep.averaged_model_state(state)["mean"] == 1.0
 
 
@@ -121,12 +141,17 @@ def test_checkpoints_have_them(tmp_path):
         (averaged.params, jstep.averaged_params(state)),
         (averaged.model_state, jstep.averaged_model_state(state)),
     ):
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a == b), True), found, expected)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_array_equal(np.asarray(a == b), True), found, expected
+        )
 
 
 def test_a_state_without_them():
     plain = jstep.with_moving_average(SGD, jstep.ExponentialMovingAverage(0.9))
-    with pytest.raises(ValueError, match=r"no averages of its model state; keep them by jstep\.Exp"):
+    with pytest.raises(
+        ValueError,
+        match=r"no averages of its model state; keep them by jstep\.Exp",
+    ):
         jstep.averaged_model_state(make_state(plain))
     with pytest.raises(ValueError, match=r"with_moving_average"):
         jstep.averaged_model_state(make_state(SGD))
@@ -145,7 +170,11 @@ def expected_losses(params, stats):
 
 @pytest.mark.parametrize("average", [True, False])
 def test_both_in_one_pass(average, caplog):
-    optimizer = averaging(decay=0.9) if average else jstep.with_moving_average(SGD, jstep.ExponentialMovingAverage(0.9))
+    optimizer = (
+        averaging(decay=0.9)
+        if average
+        else jstep.with_moving_average(SGD, jstep.ExponentialMovingAverage(0.9))
+    )
     state, _ = trained(optimizer)
     traces, passes = [], []
 
@@ -165,9 +194,15 @@ def test_both_in_one_pass(average, caplog):
     assert len(traces) == 2, "both in one program, compiled once"
     assert len(passes) == 2, "one for each evaluation"
     stats = jstep.averaged_model_state(state) if average else state.model_state
-    assert results["loss"] == pytest.approx(expected_losses(state.params, state.model_state), rel=1e-5)
-    assert results["averaged/loss"] == pytest.approx(expected_losses(jstep.averaged_params(state), stats), rel=1e-5)
-    warned = [record.message for record in caplog.records if "statistics of BatchNorm" in record.message]
+    assert results["loss"] == pytest.approx(
+        expected_losses(state.params, state.model_state), rel=1e-5
+    )
+    assert results["averaged/loss"] == pytest.approx(
+        expected_losses(jstep.averaged_params(state), stats), rel=1e-5
+    )
+    warned = [
+        record.message for record in caplog.records if "statistics of BatchNorm" in record.message
+    ]
     assert len(warned) == (not average), "once"
 
 
@@ -177,14 +212,20 @@ def test_both_is_checked_and_named_before_the_first_step(tmp_path):
     best = jstep.KeepBest(tmp_path / "best", "averaged/loss")
     hook = jstep.EvaluationHook(evaluate, every_n_steps=5, callbacks=[best])
     train_step = jstep.minimize(loss_fn, optimizer, has_model_state=True)
-    state = jstep.train(train_step, make_state(optimizer), lambda n: BATCHES[n][:3], 10, hooks=[hook])
+    state = jstep.train(
+        train_step, make_state(optimizer), lambda n: BATCHES[n][:3], 10, hooks=[hook]
+    )
     assert list(hook.results[10]) == ["loss", "averaged/loss"]
     assert (
         hook.results[10]["averaged/loss"]
-        == jstep.evaluator(metric_fn, list(BATCHES), use_averages=True, has_model_state=True)(state)["loss"]
+        == jstep.evaluator(metric_fn, list(BATCHES), use_averages=True, has_model_state=True)(
+            state
+        )["loss"]
     )
     with pytest.raises(ValueError, match="has no averages of the parameters"):
-        jstep.evaluator(metric_fn, [BATCHES[0]], use_averages="both", has_model_state=True)(make_state(SGD))
+        jstep.evaluator(metric_fn, [BATCHES[0]], use_averages="both", has_model_state=True)(
+            make_state(SGD)
+        )
 
 
 def test_a_model_state_of_integers_needs_no_average(caplog):

@@ -1,4 +1,5 @@
-"""Best checkpoints and those of the run: their order, failed ones, restarts, and which one is the best."""
+"""Best checkpoints and those of the run: their order, failed ones, restarts, and which one is the
+best."""
 
 import json
 import logging
@@ -44,7 +45,12 @@ def evaluation(best, losses, every_n_steps=2, callbacks=()):
 
 
 def go(mode, directory, hooks, last_step=10, **options):
-    options = {"checkpoint_dir": directory / "run", "save_checkpoint_steps": 1, "log_steps": None, **options}
+    options = {
+        "checkpoint_dir": directory / "run",
+        "save_checkpoint_steps": 1,
+        "log_steps": None,
+        **options,
+    }
     arguments = STEP, make_state(), lambda step: jnp.float32(step), last_step
     if mode == "train":
         return jstep.train(*arguments, hooks=hooks, **options)
@@ -59,7 +65,11 @@ def keep(directory, **options):
 
 
 def kept(directory, prefix="best"):
-    names = [path.name for path in directory.glob(f"{prefix}-*") if path.name.removeprefix(f"{prefix}-").isdigit()]
+    names = [
+        path.name
+        for path in directory.glob(f"{prefix}-*")
+        if path.name.removeprefix(f"{prefix}-").isdigit()
+    ]
     return sorted(names, key=lambda name: int(name.rpartition("-")[2]))
 
 
@@ -79,12 +89,16 @@ def fail_once(monkeypatch, step, where):
     if where == "loop":
         save = jstep.Saver.save
         monkeypatch.setattr(
-            jstep.Saver, "save", failing(save, lambda saver, state: f"{saver.prefix}-{int(state.global_step)}")
+            jstep.Saver,
+            "save",
+            failing(save, lambda saver, state: f"{saver.prefix}-{int(state.global_step)}"),
         )
     else:
         publish = DirectoryStore.publish
         monkeypatch.setattr(
-            DirectoryStore, "publish", failing(publish, lambda store, tmp, final, manifest: final.rpartition("/")[2])
+            DirectoryStore,
+            "publish",
+            failing(publish, lambda store, tmp, final, manifest: final.rpartition("/")[2]),
         )
 
 
@@ -123,10 +137,14 @@ def test_a_call_by_hand_after_a_run_is_none_of_that_run(tmp_path, monkeypatch):
     averages = jstep.ExponentialMovingAverage(0.9)
     optimizer = jstep.with_moving_average(jstep.gradient_descent(0.1), averages)
     step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
-    evaluate = jstep.evaluator(lambda params, x: {"loss": x - params["w"]}, [jnp.ones(1)], use_averages=True)
+    evaluate = jstep.evaluator(
+        lambda params, x: {"loss": x - params["w"]}, [jnp.ones(1)], use_averages=True
+    )
     hook = jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[best])
     state = jstep.TrainState.create({"w": 1.0}, optimizer)
-    state = jstep.train(step, state, lambda n: jnp.float32(3), 2, hooks=[hook], checkpoint_dir=tmp_path / "run")
+    state = jstep.train(
+        step, state, lambda n: jnp.float32(3), 2, hooks=[hook], checkpoint_dir=tmp_path / "run"
+    )
     assert len(kept(tmp_path / "best")) == 1
     for n, loss in ((5, -3.0), (6, -4.0)):
         best(n, state.replace(global_step=n), {"loss": loss})
@@ -156,7 +174,13 @@ def test_a_checkpoint_of_the_run_appears_after_the_best_ones_up_to_it(tmp_path, 
 
     monkeypatch.setattr(DirectoryStore, "publish", slow)
     monkeypatch.setattr(jstep.EvaluationHook, "flush", flushed)
-    go("train", tmp_path, [evaluation(keep(tmp_path), {2: 5.0, 3: 9.0})], 3, save_checkpoint_steps=2)
+    go(
+        "train",
+        tmp_path,
+        [evaluation(keep(tmp_path), {2: 5.0, 3: 9.0})],
+        3,
+        save_checkpoint_steps=2,
+    )
     assert names[:2] == ["best-2", "model-2"]
 
 
@@ -215,7 +239,9 @@ def test_without_checkpoints_of_the_run_what_is_superseded_goes_at_once(tmp_path
         ({}, ["best-6"]),  # the same again
     ],
 )
-def test_a_best_checkpoint_of_a_lost_part_counts_for_nothing_until_it_is_made_again(mode, again, expected, tmp_path):
+def test_a_best_checkpoint_of_a_lost_part_counts_for_nothing_until_it_is_made_again(
+    mode, again, expected, tmp_path
+):
     """The run is ended between the evaluation of step 6 and the boundary there."""
     with pytest.raises(OSError, match="a plot"):
         go(mode, tmp_path, [evaluation(keep(tmp_path), LOSSES), Raise(6)])
@@ -242,7 +268,9 @@ def test_evaluations_within_an_iteration_of_several_steps(tmp_path):
     def start(fails_at=None):
         hooks = [evaluation(keep(tmp_path, max_to_keep=2), losses, 1)]
         directory = tmp_path / "run"
-        with jstep.Run(STEP, make_state(), None, 6, hooks=hooks, checkpoint_dir=directory, log_steps=None) as run:
+        with jstep.Run(
+            STEP, make_state(), None, 6, hooks=hooks, checkpoint_dir=directory, log_steps=None
+        ) as run:
             for _ in run:
                 for _ in range(3):
                     run.train_step(jnp.float32(run.step))
@@ -255,7 +283,8 @@ def test_evaluations_within_an_iteration_of_several_steps(tmp_path):
     assert jstep.Saver(tmp_path / "run").latest_step() is None
     with pytest.raises(OSError, match="a plot"):
         start(fails_at=5)
-    assert jstep.Saver(tmp_path / "run").latest_step() is None  # the interval of saves has not passed
+    # The interval of saves has not passed.
+    assert jstep.Saver(tmp_path / "run").latest_step() is None
     start()
     assert kept(tmp_path / "best") == ["best-2", "best-5"]
 
@@ -307,7 +336,10 @@ def test_no_best_step(tmp_path):
     saver = jstep.Saver(tmp_path)
     assert saver.best_step() is None
     saver.save(make_state(7))
-    with pytest.raises(ValueError, match=r"best_step: must have checkpoints of a KeepBest, got model-7 in .*best'\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"best_step: must have checkpoints of a KeepBest, got model-7 in .*best'\)",
+    ):
         saver.best_step()
 
 
@@ -326,7 +358,10 @@ def test_a_branch_from_a_best_checkpoint_says_what_it_lacks(tmp_path, caplog):
         (lambda: jstep.KeepBest("best", "loss", keep=3), "max_to_keep"),
         (lambda: jstep.KeepBest("best", "loss", "min"), r"KeepBest\(directory, metric, mode=…\)"),
         (lambda: jstep.EarlyStopping("loss", 3), r"EarlyStopping\(metric, patience=…\)"),
-        (lambda: jstep.ReduceOnPlateau("loss", "rate", 0.5), r"ReduceOnPlateau\(metric, name, factor=…\)"),
+        (
+            lambda: jstep.ReduceOnPlateau("loss", "rate", 0.5),
+            r"ReduceOnPlateau\(metric, name, factor=…\)",
+        ),
     ],
 )
 def test_old_spellings_say_what_to_type(call, words):

@@ -1,4 +1,5 @@
-"""Unit tests of the evaluation callbacks: `EarlyStopping`, `ReduceOnPlateau` and `KeepBest`, without a loop."""
+"""Unit tests of the evaluation callbacks: `EarlyStopping`, `ReduceOnPlateau` and `KeepBest`,
+without a loop."""
 
 import json
 import logging
@@ -79,7 +80,8 @@ def test_patience_continues_counting_after_a_restart(cut):
     assert not any(results[:-1])
     third = jstep.EarlyStopping("loss", patience=3)
     assert third.set_state(through_json(second.get_state())) is True  # it stays stopped
-    assert jstep.EarlyStopping("loss", patience=4).set_state(second.get_state()) is False  # the run continues
+    # With more patience, the run continues.
+    assert jstep.EarlyStopping("loss", patience=4).set_state(second.get_state()) is False
 
 
 # ReduceOnPlateau
@@ -96,9 +98,10 @@ def rates(values, **kwargs):
 
 
 def torch_rates(values, factor, patience, mode, threshold, cooldown, min_value):
-    """Return the rates of torch.optim.lr_scheduler.ReduceLROnPlateau (threshold_mode="rel"), as transcribed.
+    """Return the rates of torch's ReduceLROnPlateau (threshold_mode="rel"), as transcribed.
 
-    But for the threshold below 0, where torch's `best * (1 - threshold)` is worse than the best in mode "min".
+    But for the threshold below 0, where torch's `best * (1 - threshold)` is worse than the best in
+    mode "min".
     """
     rate, best, bad, cooling, found = 0.5, math.inf if mode == "min" else -math.inf, 0, 0, []
     for value in values:
@@ -213,7 +216,11 @@ def test_a_better_checkpoint_is_on_the_disk_before_a_worse_one_is_deleted(tmp_pa
         ([math.nan], {}, {}),
         ([math.inf, 3.0], {}, {2: 3.0}),
         ([1, 2], {"max_to_keep": 3}, {1: 1.0, 2: 2.0}),
-        ([7, 6, 5, 4, 3, 2, 1], {"max_to_keep": 6}, {2: 6.0, 3: 5.0, 4: 4.0, 5: 3.0, 6: 2.0, 7: 1.0}),
+        (
+            [7, 6, 5, 4, 3, 2, 1],
+            {"max_to_keep": 6},
+            {2: 6.0, 3: 5.0, 4: 4.0, 5: 3.0, 6: 2.0, 7: 1.0},
+        ),
     ],
 )
 @pytest.mark.parametrize("cut", [0, 1, 2])
@@ -242,11 +249,16 @@ def test_checkpoints_without_the_metric_are_not_deleted(tmp_path, caplog):
     assert "Saver.restore may still return it" in caplog.text
 
 
-_BEST = "best-2 of another run with accuracy=0.9", "best-2 of an earlier start of this run with accuracy=0.9"
+_BEST = (
+    "best-2 of another run with accuracy=0.9",
+    ("best-2 of an earlier start of this run with accuracy=0.9"),
+)
 
 
 @pytest.mark.thorough(except_for=[f"0-max-{_BEST[0]}", f"0-max-{_BEST[1]}", "60-min-best-1 "])
-@pytest.mark.parametrize(("mode", "best"), [("max", _BEST[0]), ("max", _BEST[1]), ("min", "best-1 ")])
+@pytest.mark.parametrize(
+    ("mode", "best"), [("max", _BEST[0]), ("max", _BEST[1]), ("min", "best-1 ")]
+)
 @pytest.mark.parametrize("start", [0, 60])
 def test_a_fresh_run_warns_of_the_best_of_another_run(mode, best, start, tmp_path, caplog):
     keep(tmp_path, [0.5, 0.9], mode=mode, max_to_keep=2)
@@ -271,8 +283,9 @@ def test_a_fresh_run_warns_of_the_best_of_another_run(mode, best, start, tmp_pat
         one.begin(state_at(start))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert (
-        f"this run starts at step {start}, not from its own checkpoint, but {tmp_path} contains {best}" in caplog.text
-    )
+        f"this run starts at step {start}, not from its own checkpoint, "
+        f"but {tmp_path} contains {best}"
+    ) in caplog.text
 
 
 def test_parameters_with_nan_are_not_kept(tmp_path, caplog):
@@ -298,7 +311,9 @@ def test_hashes_of_the_data_are_matched_in_any_order(tmp_path):
     for best, name in zip(before, names, strict=True):
         best._measured_on = {1: " of ".join(name)}
     set_states(after[::-1], get_states(before))
-    assert [best.get_state() for best in after] == [{"measured_on": {"1": " of ".join(name)}} for name in names]
+    assert [best.get_state() for best in after] == [
+        {"measured_on": {"1": " of ".join(name)}} for name in names
+    ]
 
 
 def test_what_is_kept_is_on_the_disk_before_a_checkpoint_of_the_run(tmp_path, monkeypatch):
@@ -306,7 +321,9 @@ def test_what_is_kept_is_on_the_disk_before_a_checkpoint_of_the_run(tmp_path, mo
     settled = []
     monkeypatch.setattr(jstep.Saver, "wait", lambda saver: settled.append(saver.prefix))
     best = jstep.KeepBest(tmp_path, "loss")
-    flush = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=1, callbacks=[best]).flush
+    flush = jstep.EvaluationHook(
+        lambda state: {"loss": 1.0}, every_n_steps=1, callbacks=[best]
+    ).flush
     flush()
     assert settled == []  # nothing is open yet
     claimed = []
@@ -337,7 +354,10 @@ def test_without_a_mode_only_losses_errors_and_perplexities_are_minimized(name):
     for metric in ("loss", "val/loss", "test_error", "perplexity", "error"):
         make(metric)
     for metric in ("accuracy", "auc", "loss_scale", "errors", "lossy"):
-        with pytest.raises(ValueError, match=rf'mode=None: must be "max" if higher values of {metric!r} are better'):
+        with pytest.raises(
+            ValueError,
+            match=rf'mode=None: must be "max" if higher values of {metric!r} are better',
+        ):
             make(metric)
         with pytest.raises(ValueError, match="mode=None"):
             make(metric, mode=None)
@@ -346,24 +366,38 @@ def test_without_a_mode_only_losses_errors_and_perplexities_are_minimized(name):
 
 
 def test_a_state_of_another_metric_or_mode_is_logged_and_ignored(caplog):
-    saved = {"metric": "loss", "mode": "min", "best": 2.0, "bad": 1, "stopped_at": None, "cooling": 0}
+    saved = {
+        "metric": "loss",
+        "mode": "min",
+        "best": 2.0,
+        "bad": 1,
+        "stopped_at": None,
+        "cooling": 0,
+    }
     stop = jstep.EarlyStopping("loss", patience=3)
     assert stop.set_state(saved) is False
     assert (stop.best, stop.wait, stop.get_state()) == (2.0, 1, saved)
     for change in ({"metric": "accuracy"}, {"mode": "max"}):
         assert stop.set_state(saved | change) is False
         assert stop.get_state() == saved
-    why = "is for {'metric': 'accuracy', 'mode': 'min'}, but it has {'metric': 'loss', 'mode': 'min'}"
-    assert caplog.messages[0] == f"EarlyStopping(loss) starts fresh: its state in the checkpoint {why}"
+    why = (
+        "is for {'metric': 'accuracy', 'mode': 'min'}, but it has {'metric': 'loss', 'mode': 'min'}"
+    )
+    assert caplog.messages[0] == (
+        f"EarlyStopping(loss) starts fresh: its state in the checkpoint {why}"
+    )
     assert len(caplog.messages) == 2
 
 
 def test_reset_forgets_the_state_in_the_checkpoint(caplog):
     stop = jstep.EarlyStopping("loss", patience=3, reset=True)
-    assert stop.set_state({**stop.get_state(), "best": math.inf, "bad": 9, "stopped_at": 0}) is False
+    assert (
+        stop.set_state({**stop.get_state(), "best": math.inf, "bad": 9, "stopped_at": 0}) is False
+    )
     assert (stop.wait, stop.stop_reason) == (0, None)
     assert caplog.messages == [
-        "EarlyStopping(loss) starts fresh: its state in the checkpoint is forgotten because of reset=True"
+        "EarlyStopping(loss) starts fresh: its state in the checkpoint "
+        "is forgotten because of reset=True"
     ]
 
 

@@ -28,13 +28,20 @@ def run(evaluate, optimizer=None, last_step=4, state=None, hooks=(), **kwargs):
     state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer) if state is None else state
     step = jstep.minimize(loss_fn, optimizer)
     hook = jstep.EvaluationHook(evaluate, every_n_steps=4)
-    return jstep.train(step, state, lambda n: X[:4], last_step, hooks=[hook, *hooks], log_steps=None, **kwargs), hook
+    return jstep.train(
+        step, state, lambda n: X[:4], last_step, hooks=[hook, *hooks], log_steps=None, **kwargs
+    ), hook
 
 
 def refused(evaluate, error, words, **kwargs):
     steps = []
     with pytest.raises(error, match=words) as caught:
-        run(evaluate, last_step=1000, hooks=[jstep.every(1, lambda step, *_: steps.append(step))], **kwargs)
+        run(
+            evaluate,
+            last_step=1000,
+            hooks=[jstep.every(1, lambda step, *_: steps.append(step))],
+            **kwargs,
+        )
     assert steps == []
     return caught.value
 
@@ -58,7 +65,11 @@ SOURCES = {"batches": lambda: OWN, "slice": lambda: OWN[1:], "list": lambda: [X]
 @pytest.mark.parametrize(
     ("fn", "error", "words"),
     [
-        (lambda params, x, y: {"loss": x}, TypeError, "missing 1 required positional argument: 'y'"),
+        (
+            lambda params, x, y: {"loss": x},
+            TypeError,
+            "missing 1 required positional argument: 'y'",
+        ),
         (lambda params, x: {"loss": x @ jnp.ones(7)}, TypeError, "dot_general"),
         (lambda params, x: x, TypeError, "metric_fn returned .*: must be a mapping"),
         (lambda params, x: {"loss": x}, ValueError, "the metric 'loss' has shape"),
@@ -77,7 +88,9 @@ def test_a_batch_that_is_given_in_place_of_batches_is_named():
     y = np.ones(12, np.float32)
     error = refused(jstep.evaluator(fn, (X, y)), TypeError, "missing 1 required")
     assert any("give [(x, y)]" in line for line in error.__notes__)
-    error = refused(jstep.evaluator(fn, ((X, y, y), (X, y, y))), TypeError, "takes 3 positional arguments")
+    error = refused(
+        jstep.evaluator(fn, ((X, y, y), (X, y, y))), TypeError, "takes 3 positional arguments"
+    )
     assert not any("give [(x, y)]" in line for line in error.__notes__)
     run(jstep.evaluator(fn, ((X, y), (X, y))))
 
@@ -85,21 +98,35 @@ def test_a_batch_that_is_given_in_place_of_batches_is_named():
 def test_averages_that_are_missing():
     words = r"use_averages='ema': .*ExponentialMovingAverage"
     optimizer = jstep.with_moving_average(jstep.adam(0.1), jstep.ExponentialMovingAverage(0.9))
-    refused(jstep.evaluator(metric_fn, OWN, use_averages="ema"), ValueError, words, optimizer=optimizer)
+    refused(
+        jstep.evaluator(metric_fn, OWN, use_averages="ema"), ValueError, words, optimizer=optimizer
+    )
     refused(jstep.evaluator(metric_fn, OWN, use_averages=True), ValueError, "use_averages=True")
     run(jstep.evaluator(metric_fn, OWN, use_averages=True), optimizer=optimizer)
 
 
 def test_a_missing_model_state_is_named():
     optimizer = jstep.adam(0.1)
-    state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer, model_state={"mean": jnp.zeros(2)})
-    evaluate = jstep.evaluator(lambda params, model_state, x: metric_fn(params, x - model_state["mean"]), OWN)
+    state = jstep.TrainState.create(
+        {"w": jnp.ones(2)}, optimizer, model_state={"mean": jnp.zeros(2)}
+    )
+    evaluate = jstep.evaluator(
+        lambda params, model_state, x: metric_fn(params, x - model_state["mean"]), OWN
+    )
     error = refused(evaluate, TypeError, "missing 1 required", state=state)
     assert any("has_model_state=True" in line for line in error.__notes__)
     with pytest.raises(TypeError, match="missing 1 required") as caught:
-        evaluate(jstep.TrainState.create({"w": jnp.ones(2)}, optimizer, model_state={"mean": jnp.zeros(2)}))
+        evaluate(
+            jstep.TrainState.create(
+                {"w": jnp.ones(2)}, optimizer, model_state={"mean": jnp.zeros(2)}
+            )
+        )
     assert any("has_model_state=True" in line for line in caught.value.__notes__)
-    refused(jstep.evaluator(metric_fn, OWN, has_model_state=True), ValueError, "the state has no model state")
+    refused(
+        jstep.evaluator(metric_fn, OWN, has_model_state=True),
+        ValueError,
+        "the state has no model state",
+    )
 
 
 def test_the_check_runs_and_reads_nothing_twice():
@@ -129,12 +156,16 @@ def test_the_check_runs_and_reads_nothing_twice():
 
 
 def test_batches_of_several_processes(monkeypatch):
-    """Rows of each process need a sharding; others are not read, since processes may have different numbers of them."""
+    """Rows of each process need a sharding; others are not read, since processes may have different
+    numbers of them."""
     monkeypatch.setattr(processes, "is_single_process", lambda: False)
     state = jstep.TrainState.create({"w": jnp.ones(2)}, jstep.adam(0.1))
     own = jstep.evaluator(metric_fn, OWN)
     for call in (own, own.check):
-        with pytest.raises(ValueError, match=r"batch_sharding=None: jstep\.batches gives each process its own rows"):
+        with pytest.raises(
+            ValueError,
+            match=r"batch_sharding=None: jstep\.batches gives each process its own rows",
+        ):
             call(state)
     loader, traced = Loader(), []
     jstep.evaluator(lambda params, x: traced.append(1) or metric_fn(params, x), loader).check(state)
@@ -153,7 +184,10 @@ def test_meshes(axis_type, use_averages):
     state = jstep.shard_state(state, mesh, P())
 
     def fn(params, x):
-        return {"loss": (x @ params["w"] - 1.0) ** 2, "sorted": x.reshape(2, -1, 2).sum(axis=(0, 2)).mean()}
+        return {
+            "loss": (x @ params["w"] - 1.0) ** 2,
+            "sorted": x.reshape(2, -1, 2).sum(axis=(0, 2)).mean(),
+        }
 
     evaluate = jstep.evaluator(fn, [X[:4], X[4:8]], use_averages=use_averages, batch_sharding=rows)
     _, hook = run(evaluate, optimizer, state=state, batch_sharding=rows)
@@ -169,7 +203,8 @@ def test_meshes(axis_type, use_averages):
 
 
 def test_the_hash_of_the_data_is_that_of_the_first_batch_while_an_evaluation_takes_it():
-    """It is computed in another thread than the evaluation, which takes the batch right after it was looked for."""
+    """It is computed in another thread than the evaluation, which takes the batch right after it
+    was looked for."""
 
     class Loader:
         def __iter__(self):

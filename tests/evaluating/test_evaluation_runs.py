@@ -1,4 +1,5 @@
-"""Runs with evaluation callbacks: early stopping, hyperparameter changes, saved results, and restarts."""
+"""Runs with evaluation callbacks: early stopping, hyperparameter changes, saved results, and
+restarts."""
 
 import logging
 import os
@@ -30,7 +31,8 @@ def test_a_run_stops_early_and_stays_stopped(steps_per_call, tmp_path):
         state = train(100, hooks(), checkpoint_dir=tmp_path, steps_per_call=steps_per_call)
         assert jstep.global_step(state) == 10
     assert jstep.Saver(tmp_path).latest_step() == 10
-    assert jstep.global_step(train(12, [], checkpoint_dir=tmp_path)) == 12  # without the hook, the run continues
+    # Without the hook, the run continues.
+    assert jstep.global_step(train(12, [], checkpoint_dir=tmp_path)) == 12
 
 
 def plateau_and_stopping(values):
@@ -54,7 +56,8 @@ def test_a_restart_at_any_step_gives_an_identical_run(cut, tmp_path):
     train(cut, plateau_and_stopping(VALUES), checkpoint_dir=tmp_path)
     resumed = train(30, plateau_and_stopping(VALUES), checkpoint_dir=tmp_path)
     assert same(resumed, uninterrupted)
-    assert same(train(30, plateau_and_stopping(VALUES), checkpoint_dir=tmp_path), uninterrupted)  # already ended
+    # The run has already ended.
+    assert same(train(30, plateau_and_stopping(VALUES), checkpoint_dir=tmp_path), uninterrupted)
 
 
 def test_an_evaluation_that_is_new_to_a_finished_run_is_not_made(tmp_path):
@@ -62,9 +65,16 @@ def test_an_evaluation_that_is_new_to_a_finished_run_is_not_made(tmp_path):
 
     train(4, [], checkpoint_dir=tmp_path, batches=Positioned(lambda n: np.ones(2, np.float32), int))
     hook = jstep.EvaluationHook(
-        lambda state: {"loss": 1.0}, every_n_steps=4, callbacks=[jstep.EarlyStopping("loss", patience=2)]
+        lambda state: {"loss": 1.0},
+        every_n_steps=4,
+        callbacks=[jstep.EarlyStopping("loss", patience=2)],
     )
-    train(4, [hook], checkpoint_dir=tmp_path, batches=Positioned(lambda n: np.ones(2, np.float32), int))
+    train(
+        4,
+        [hook],
+        checkpoint_dir=tmp_path,
+        batches=Positioned(lambda n: np.ones(2, np.float32), int),
+    )
     assert hook.results == {}
     extra = jstep.Saver(tmp_path).extra()
     assert extra["batches"] == {"value": 4}
@@ -102,15 +112,30 @@ def test_a_state_from_the_last_evaluation_is_saved_and_returned(last_step, tmp_p
 @pytest.mark.parametrize(
     ("then", "error", "words"),
     [
-        (lambda *args: "no", TypeError, r"callbacks: .*<lambda> returned a str: must be None, True"),
+        (
+            lambda *args: "no",
+            TypeError,
+            r"callbacks: .*<lambda> returned a str: must be None, True",
+        ),
         (lambda *args: 1, TypeError, "returned an int"),
-        (lambda step, state, results: jstep.increment_global_step(state), ValueError, "a state at step 3: must be at"),
-        (jstep.EarlyStopping("f1", patience=2, mode="max"), KeyError, "metric='f1': evaluate does not return it"),
+        (
+            lambda step, state, results: jstep.increment_global_step(state),
+            ValueError,
+            "a state at step 3: must be at",
+        ),
+        (
+            jstep.EarlyStopping("f1", patience=2, mode="max"),
+            KeyError,
+            "metric='f1': evaluate does not return it",
+        ),
     ],
 )
 def test_a_wrong_callback_result_is_reported_at_the_first_evaluation(then, error, words):
     with pytest.raises(error, match=words) as caught:
-        train(10, [jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, callbacks=[then])])
+        train(
+            10,
+            [jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, callbacks=[then])],
+        )
     assert jstep.global_step(caught.value.state) == 2
 
 
@@ -119,11 +144,20 @@ def test_a_metric_that_the_evaluator_lacks_is_rejected_before_the_first_step(nam
     def metrics(params, x):
         return {"acc": x, "auc": jstep.metrics.auc(x, x > 0)}
 
-    for callback in (jstep.KeepBest(tmp_path, name, mode="max"), jstep.EarlyStopping(name, mode="max")):
+    for callback in (
+        jstep.KeepBest(tmp_path, name, mode="max"),
+        jstep.EarlyStopping(name, mode="max"),
+    ):
         evaluation = jstep.EvaluationHook(
-            jstep.evaluator(metrics, [np.ones(4, np.float32)]), every_n_steps=2, callbacks=[callback], prefix="val"
+            jstep.evaluator(metrics, [np.ones(4, np.float32)]),
+            every_n_steps=2,
+            callbacks=[callback],
+            prefix="val",
         )
-        with pytest.raises(KeyError, match=f"metric='{name}': evaluate does not return it; it returns .'acc', 'auc'"):
+        with pytest.raises(
+            KeyError,
+            match=f"metric='{name}': evaluate does not return it; it returns .'acc', 'auc'",
+        ):
             train(3, [evaluation, jstep.every(1, fail_on_step)])
 
 
@@ -134,7 +168,10 @@ def test_a_metric_is_taken_by_its_logged_name_too(name, is_traced, tmp_path):
     evaluate = jstep.evaluator(lambda params, x: {"acc": x}, [np.ones(4, np.float32)])
     best = jstep.KeepBest(tmp_path, name, mode="max")
     evaluation = jstep.EvaluationHook(
-        evaluate if is_traced else lambda state: {"acc": 1.0}, every_n_steps=2, callbacks=[best], prefix="val"
+        evaluate if is_traced else lambda state: {"acc": 1.0},
+        every_n_steps=2,
+        callbacks=[best],
+        prefix="val",
     )
     train(5, [evaluation])
     assert best.values == {2: 1.0}
@@ -143,7 +180,9 @@ def test_a_metric_is_taken_by_its_logged_name_too(name, is_traced, tmp_path):
 
 def test_a_wrong_callback_is_rejected_before_the_first_step():
     hook = jstep.EvaluationHook(
-        lambda state: {"loss": 1.0}, every_n_steps=1, callbacks=[jstep.ReduceOnPlateau("loss", "rate")]
+        lambda state: {"loss": 1.0},
+        every_n_steps=1,
+        callbacks=[jstep.ReduceOnPlateau("loss", "rate")],
     )
     with pytest.raises(KeyError, match="rate"):
         train(3, [hook, jstep.every(1, fail_on_step)])
@@ -155,7 +194,9 @@ def test_an_evaluation_that_donates_the_state_is_reported():
             leaf.delete()
         return {"loss": 1.0}
 
-    with pytest.raises(RuntimeError, match="evaluate: must not donate the state, and donated its 'params/w'"):
+    with pytest.raises(
+        RuntimeError, match="evaluate: must not donate the state, and donated its 'params/w'"
+    ):
         train(3, [jstep.EvaluationHook(evaluate, every_n_steps=1)])
     state = make_state()
     jax.tree.map(lambda leaf: leaf.delete(), state)
@@ -225,7 +266,11 @@ def hooks(extra=(), **cadence):
         jstep.EarlyStopping("loss", patience=6),
         *extra,
     ]
-    return [jstep.EvaluationHook(scripted(VALUES_OF_CADENCE, 4), **(cadence or {"every_n_steps": 4}), callbacks=then)]
+    return [
+        jstep.EvaluationHook(
+            scripted(VALUES_OF_CADENCE, 4), **(cadence or {"every_n_steps": 4}), callbacks=then
+        )
+    ]
 
 
 def test_a_run_in_many_parts_is_identical(tmp_path):
@@ -235,7 +280,9 @@ def test_a_run_in_many_parts_is_identical(tmp_path):
     assert rate(resumed) == rate(uninterrupted)
 
 
-@pytest.mark.parametrize(("last_step", "seen", "due"), [(9, [4, 8, 9], [4, 8]), (8, [4, 8], [4, 8]), (3, [3], [])])
+@pytest.mark.parametrize(
+    ("last_step", "seen", "due"), [(9, [4, 8, 9], [4, 8]), (8, [4, 8], [4, 8]), (3, [3], [])]
+)
 def test_which_callbacks_receive_an_off_schedule_evaluation(last_step, seen, due, tmp_path):
     default, every, only_due = StepRecorder(), StepRecorder(False), StepRecorder(True)
     best = jstep.KeepBest(tmp_path, "loss", max_to_keep=9)
@@ -270,13 +317,16 @@ def test_a_stopped_run_reports_why_and_reset_continues_it(tmp_path, caplog):
     stop, second = hook()
     assert jstep.global_step(train(100, second, checkpoint_dir=tmp_path)) == 6
     words = (
-        "EarlyStopping(loss) stopped the run at step 6: loss had not improved on 3.0 in 2 evaluations. To continue, "
+        "EarlyStopping(loss) stopped the run at step 6: loss had not improved on 3.0 in 2 "
+        "evaluations. To continue, "
     )
     assert stop.stop_reason == second[0].stop_reason == words + "give EarlyStopping(…, reset=True)"
     stop, third = hook(reset=True)
     assert stop.stop_reason is None
     assert jstep.global_step(train(100, third, checkpoint_dir=tmp_path)) == 12
-    assert "EarlyStopping(loss) starts fresh: its state in the checkpoint is forgotten" in caplog.text
+    assert (
+        "EarlyStopping(loss) starts fresh: its state in the checkpoint is forgotten" in caplog.text
+    )
     with pytest.raises(TypeError, match="reset=1: must be True or False"):
         jstep.EarlyStopping("loss", reset=1)
 
@@ -290,7 +340,10 @@ def evaluate(state):
 
 def test_two_hooks_with_the_same_prefix_are_rejected():
     def two(first, second):
-        return [jstep.EvaluationHook(evaluate, every_n_steps=n, prefix=p) for n, p in ((1, first), (2, second))]
+        return [
+            jstep.EvaluationHook(evaluate, every_n_steps=n, prefix=p)
+            for n, p in ((1, first), (2, second))
+        ]
 
     with pytest.raises(ValueError, match="prefix='test': must be of one EvaluationHook"):
         train(2, two("test", "test"))
@@ -345,13 +398,19 @@ def callbacks(seen):
 @pytest.mark.thorough(except_for=["9-2-KeyboardInterrupt-3-True"])
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("steps_per_call", [1, 3])
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, jstep.Preempted), (signal.SIGINT, KeyboardInterrupt)])
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGTERM, jstep.Preempted), (signal.SIGINT, KeyboardInterrupt)]
+)
 @pytest.mark.parametrize("at", [BATCHES + 1, BATCHES + 3, 2 * BATCHES])
-def test_an_abandoned_evaluation_is_run_after_the_restart(at, number, error, steps_per_call, wrapped, tmp_path, caplog):
+def test_an_abandoned_evaluation_is_run_after_the_restart(
+    at, number, error, steps_per_call, wrapped, tmp_path, caplog
+):
     caplog.set_level(logging.INFO)
     expected, seen = [], []
     uninterrupted = train(
-        12, hooks_of_signals(Validation(), callbacks(expected), wrapped), steps_per_call=steps_per_call
+        12,
+        hooks_of_signals(Validation(), callbacks(expected), wrapped),
+        steps_per_call=steps_per_call,
     )
     kwargs = {"checkpoint_dir": tmp_path, "steps_per_call": steps_per_call}
     validation = Validation(number, at)
@@ -359,7 +418,10 @@ def test_an_abandoned_evaluation_is_run_after_the_restart(at, number, error, ste
         train(12, hooks_of_signals(validation, callbacks(seen), wrapped), **kwargs)
     assert validation.yielded == at  # no batch after the signal
     assert jstep.Saver(tmp_path).latest_step() == 6
-    assert "step 6: stopping; EvaluationHook(eval) is interrupted and runs after the restart" in caplog.text
+    assert (
+        "step 6: stopping; EvaluationHook(eval) is interrupted and runs after the restart"
+        in caplog.text
+    )
     resumed = train(12, hooks_of_signals(Validation(), callbacks(seen), wrapped), **kwargs)
     assert seen == expected == [(step, 1.0) for step in (3, 6, 9, 12)]
     assert same(resumed, uninterrupted)
@@ -372,7 +434,12 @@ def test_an_evaluation_that_is_owed_and_interrupted_again(tmp_path, caplog):
 
     def resume():
         with pytest.raises(jstep.Preempted, match="after step 6") as caught:
-            train(12, hooks_of_signals(Validation(), callbacks(seen), False), checkpoint_dir=tmp_path, stop_secs=1e-9)
+            train(
+                12,
+                hooks_of_signals(Validation(), callbacks(seen), False),
+                checkpoint_dir=tmp_path,
+                stop_secs=1e-9,
+            )
         errors.append(caught.value)
 
     validation = Validation(signal.SIGTERM, BATCHES + 1)
@@ -392,17 +459,26 @@ def test_an_evaluation_that_is_owed_and_interrupted_again(tmp_path, caplog):
 def test_the_evaluation_at_the_last_step(tmp_path):
     """It is off-schedule: a run with the same last step evaluates again, a longer one does not."""
     seen = []
-    for last_step, expected in ((7, [(3, 1.0), (6, 1.0), (7, 1.0)]), (9, [(3, 1.0), (6, 1.0), (9, 1.0)])):
+    for last_step, expected in (
+        (7, [(3, 1.0), (6, 1.0), (7, 1.0)]),
+        (9, [(3, 1.0), (6, 1.0), (9, 1.0)]),
+    ):
         seen.clear()
         directory = tmp_path / str(last_step)
         with pytest.raises(jstep.Preempted):
             train(
                 7,
-                hooks_of_signals(Validation(signal.SIGTERM, 2 * BATCHES + 2), callbacks(seen), False),
+                hooks_of_signals(
+                    Validation(signal.SIGTERM, 2 * BATCHES + 2), callbacks(seen), False
+                ),
                 checkpoint_dir=directory,
             )
         assert jstep.Saver(directory).latest_step() == 7
-        train(last_step, hooks_of_signals(Validation(), callbacks(seen), False), checkpoint_dir=directory)
+        train(
+            last_step,
+            hooks_of_signals(Validation(), callbacks(seen), False),
+            checkpoint_dir=directory,
+        )
         assert seen == expected
 
 
@@ -411,10 +487,19 @@ def test_early_stopping_in_an_evaluation_after_the_restart(tmp_path):
         return [jstep.EarlyStopping("loss", patience=1)]
 
     with pytest.raises(jstep.Preempted):
-        train(12, hooks_of_signals(Validation(signal.SIGTERM, BATCHES + 2), then(), False), checkpoint_dir=tmp_path)
+        train(
+            12,
+            hooks_of_signals(Validation(signal.SIGTERM, BATCHES + 2), then(), False),
+            checkpoint_dir=tmp_path,
+        )
     state = train(12, hooks_of_signals(Validation(), then(), False), checkpoint_dir=tmp_path)
     assert jstep.global_step(state) == 6
-    assert jstep.global_step(train(12, hooks_of_signals(Validation(), then(), False), checkpoint_dir=tmp_path)) == 6
+    assert (
+        jstep.global_step(
+            train(12, hooks_of_signals(Validation(), then(), False), checkpoint_dir=tmp_path)
+        )
+        == 6
+    )
 
 
 def test_an_evaluation_that_raised_is_run_after_the_restart(tmp_path):

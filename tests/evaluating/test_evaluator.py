@@ -27,7 +27,12 @@ def make_state(optimizer=None, **kwargs):
 
 def metrics(params, x):
     out = x @ params["w"]
-    return {"each": out**2, "right": out > 0, "mean": jnp.mean(out**2), "pair": (jnp.sum(out), jnp.sum(out > 0))}
+    return {
+        "each": out**2,
+        "right": out > 0,
+        "mean": jnp.mean(out**2),
+        "pair": (jnp.sum(out), jnp.sum(out > 0)),
+    }
 
 
 OUT = X.astype(np.float64) @ W.astype(np.float64)
@@ -60,7 +65,9 @@ def test_rows_that_do_not_divide_over_the_mesh(count, explicit):
     mesh = mesh_of(count)
     state = jstep.shard_state(make_state(), mesh)
     batches = jstep.batches(X, 8, shuffle=False, num_epochs=1, drop_remainder=False)
-    evaluate = jstep.evaluator(metrics, batches, batch_sharding=NamedSharding(mesh, PartitionSpec("data")))
+    evaluate = jstep.evaluator(
+        metrics, batches, batch_sharding=NamedSharding(mesh, PartitionSpec("data"))
+    )
     unsharded = jstep.evaluator(metrics, batches)(make_state())
     if explicit:
         with jax.set_mesh(mesh):
@@ -73,14 +80,22 @@ def test_rows_that_do_not_divide_over_the_mesh(count, explicit):
 
 def test_prefix_shardings_and_batches_of_several_arguments():
     mesh = mesh_of(4)
-    rows, replicated = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+    rows, replicated = (
+        NamedSharding(mesh, PartitionSpec("data")),
+        NamedSharding(mesh, PartitionSpec()),
+    )
 
     def metric_fn(params, x, y):
         return {"error": (x["a"] @ params["w"] - y) ** 2}
 
-    batches = [({"a": X[:8]}, OUT[:8].astype(np.float32)), ({"a": X[8:11]}, OUT[8:11].astype(np.float32))]
+    batches = [
+        ({"a": X[:8]}, OUT[:8].astype(np.float32)),
+        ({"a": X[8:11]}, OUT[8:11].astype(np.float32)),
+    ]
     for sharding in (rows, (rows, replicated), ({"a": rows}, rows)):
-        found = jstep.evaluator(metric_fn, batches, batch_sharding=sharding)(jstep.shard_state(make_state(), mesh))
+        found = jstep.evaluator(metric_fn, batches, batch_sharding=sharding)(
+            jstep.shard_state(make_state(), mesh)
+        )
         assert found["error"] == pytest.approx(0, abs=1e-10)
 
 
@@ -100,14 +115,21 @@ def test_it_compiles_once_per_batch_shape(compilations):
 def test_sums_of_low_precision_metrics_are_exact(dtype):
     """A running sum in bfloat16 would stop growing at 256."""
     values = np.full(3000, 1.0, np.float32)
-    found = jstep.evaluator(lambda params, x: {"one": x.astype(dtype)}, in_batches(100, values))(make_state())
+    found = jstep.evaluator(lambda params, x: {"one": x.astype(dtype)}, in_batches(100, values))(
+        make_state()
+    )
     assert found == {"one": 1.0}
 
 
 def test_integer_sums_beyond_int32_are_exact():
     big = np.full(8, 2**31 - 1, np.int32)
     found = jstep.evaluator(
-        lambda params, x: {"each": x, "mean": x[0], "pair": (x[0], jnp.int32(1)), "small": x.astype(jnp.uint8)},
+        lambda params, x: {
+            "each": x,
+            "mean": x[0],
+            "pair": (x[0], jnp.int32(1)),
+            "small": x.astype(jnp.uint8),
+        },
         [big] * 5,
     )(make_state())
     assert found == {"each": 2**31 - 1, "mean": 2**31 - 1, "pair": 2**31 - 1, "small": 255}
@@ -116,14 +138,18 @@ def test_integer_sums_beyond_int32_are_exact():
 def test_callbacks_of_all_processes_see_the_numbers_of_process_0(monkeypatch):
     three = Fellows(monkeypatch, 3)
     found = three.each(
-        lambda i: _broadcast_from_0({"a": np.float32(0.1 + i), "b": i + 1e-17, "text": str(i), "c": jnp.int32(i)})
+        lambda i: _broadcast_from_0(
+            {"a": np.float32(0.1 + i), "b": i + 1e-17, "text": str(i), "c": jnp.int32(i)}
+        )
     )
     assert found == 3 * [{"a": float(np.float32(0.1)), "b": 1e-17, "c": 0.0}]
 
     def seen(index):
         heard = []
         hook = jstep.EvaluationHook(
-            lambda state: {"loss": 0.5 + index}, every_n_steps=1, callbacks=[lambda *given: heard.append(given[2])]
+            lambda state: {"loss": 0.5 + index},
+            every_n_steps=1,
+            callbacks=[lambda *given: heard.append(given[2])],
         )
         FakeRun(hook, make_state()).after_step(1, make_state(), {})
         return hook.results, heard
@@ -162,7 +188,9 @@ def test_has_model_state():
 
 
 def params_seen(state, **kwargs):
-    found = jstep.evaluator(lambda params, x: {"w": (params["w"][0], 1)}, in_batches(23, X), **kwargs)(state)
+    found = jstep.evaluator(
+        lambda params, x: {"w": (params["w"][0], 1)}, in_batches(23, X), **kwargs
+    )(state)
     return found["w"]
 
 
@@ -170,7 +198,9 @@ def test_use_averages_with_schedule_free_parameters():
     optimizer = jstep.schedule_free_sgd(0.5)
     state = jstep.apply_gradients(make_state(optimizer), {"w": -jnp.ones(3)}, optimizer)
     state = jstep.apply_gradients(state, {"w": -jnp.ones(3)}, optimizer)
-    assert params_seen(state, use_averages=True) == pytest.approx(float(jstep.schedule_free_params(state)["w"][0]))
+    assert params_seen(state, use_averages=True) == pytest.approx(
+        float(jstep.schedule_free_params(state)["w"][0])
+    )
     assert params_seen(state, use_averages=True) != params_seen(state)
 
 
@@ -215,7 +245,14 @@ def test_a_generator_is_exhausted_by_the_first_evaluation():
 
 ENDLESS = jstep.batches(X, 4)
 
-ENDLESS_BATCHES = [ENDLESS, iter(ENDLESS), ENDLESS[3:], itertools.repeat(X), itertools.count(), itertools.cycle([X])]
+ENDLESS_BATCHES = [
+    ENDLESS,
+    iter(ENDLESS),
+    ENDLESS[3:],
+    itertools.repeat(X),
+    itertools.count(),
+    itertools.cycle([X]),
+]
 
 
 @pytest.mark.parametrize("batches", ENDLESS_BATCHES)
@@ -230,14 +267,30 @@ def test_endless_batches_are_rejected(batches):
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ((3, [X]), TypeError, r"metric_fn=3: must be a function \(params, \*args\) -> {name: metric}"),
+        (
+            (3, [X]),
+            TypeError,
+            r"metric_fn=3: must be a function \(params, \*args\) -> {name: metric}",
+        ),
         ((metrics, 3), TypeError, "batches=3: must be an iterable or a sequence of batches"),
-        ((metrics, {"x": X}), TypeError, "batches: must be a source of batches, got a dict; for one batch give"),
+        (
+            (metrics, {"x": X}),
+            TypeError,
+            "batches: must be a source of batches, got a dict; for one batch give",
+        ),
         ((metrics, lambda step: X), ValueError, "a function of the step has no end"),
         ((metrics, [X], {"use_averages": 3}), TypeError, "use_averages=3: must be True or False"),
-        ((metrics, [X], {"has_model_state": "no"}), TypeError, "has_model_state='no': must be True or False"),
+        (
+            (metrics, [X], {"has_model_state": "no"}),
+            TypeError,
+            "has_model_state='no': must be True or False",
+        ),
         ((metrics, [X], {"batch_sharding": 3}), TypeError, "batch_sharding: 3"),
-        ((metrics, [X], {"batch_sharding": PartitionSpec("data")}), ValueError, "batch_sharding: .* needs a mesh"),
+        (
+            (metrics, [X], {"batch_sharding": PartitionSpec("data")}),
+            ValueError,
+            "batch_sharding: .* needs a mesh",
+        ),
     ],
 )
 def test_bad_arguments(arguments, error, words):
@@ -246,13 +299,16 @@ def test_bad_arguments(arguments, error, words):
         jstep.evaluator(*args, **kwargs)
 
 
-# Sources of an evaluator: loaders that reuse memory, dropped rows, and averaged or schedule-free parameters.
+# Sources of an evaluator: loaders that reuse memory, dropped rows, and averaged or schedule-free
+# parameters.
 
 ROWS = np.arange(40, dtype=np.float32).reshape(10, 4)
 
 
 def make_state_of_sources(optimizer=None):
-    return jstep.TrainState.create({"w": np.ones(4, np.float32)}, optimizer or jstep.gradient_descent(0.1))
+    return jstep.TrainState.create(
+        {"w": np.ones(4, np.float32)}, optimizer or jstep.gradient_descent(0.1)
+    )
 
 
 class Refilling:
@@ -316,9 +372,16 @@ def test_batches_are_accepted_as_in_train():
     def metrics(params, x):
         return {"loss": x[:, 0]}
 
-    assert jstep.evaluator(metrics, Refilling(5, Tensor))(make_state_of_sources()) == {"loss": ROWS[:, 0].mean()}
-    with pytest.raises(TypeError, match=r"at '1' must be a number or an array of numbers, got 'name'"):
-        jstep.evaluator(lambda params, x, name: metrics(params, x), [(ROWS, "name")])(make_state_of_sources())
+    assert jstep.evaluator(metrics, Refilling(5, Tensor))(make_state_of_sources()) == {
+        "loss": ROWS[:, 0].mean()
+    }
+    with pytest.raises(
+        TypeError,
+        match=r"at '1' must be a number or an array of numbers, got 'name'",
+    ):
+        jstep.evaluator(lambda params, x, name: metrics(params, x), [(ROWS, "name")])(
+            make_state_of_sources()
+        )
 
 
 def test_an_out_of_range_error_ends_the_batches():
@@ -352,7 +415,10 @@ def test_dropped_rows_are_a_warning(make, dropped, caplog):
     evaluate(make_state_of_sources())
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(lines) == (dropped > 0)
-    assert all(f"{dropped} of 10 rows are not evaluated" in line and "drop_remainder=False" in line for line in lines)
+    assert all(
+        f"{dropped} of 10 rows are not evaluated" in line and "drop_remainder=False" in line
+        for line in lines
+    )
 
 
 # Evaluations in lanes: each batch is evaluated as if its lanes were batches.
@@ -366,7 +432,9 @@ def metrics_of_lanes(params, x):
 
 
 def with_object(params, x):
-    return metrics_of_lanes(params, x) | {"auc": jstep.metrics.auc(jax.nn.sigmoid(x @ params["w"]), x[:, 0] > 0)}
+    return metrics_of_lanes(params, x) | {
+        "auc": jstep.metrics.auc(jax.nn.sigmoid(x @ params["w"]), x[:, 0] > 0)
+    }
 
 
 def batches(*sizes):
@@ -379,7 +447,8 @@ def test_lanes_count_as_batches():
     assert got == jstep.evaluator(with_object, batches(*[4] * 8))(STATE)
     got = jstep.evaluator(metrics_of_lanes, batches(16, 16, 8), lanes=4)(STATE)
     assert got == jstep.evaluator(metrics_of_lanes, batches(*[4] * 8, *[2] * 4))(STATE)
-    assert got != jstep.evaluator(metrics_of_lanes, batches(16, 16, 8))(STATE)  # another mean of squared means
+    # It is another mean of squared means.
+    assert got != jstep.evaluator(metrics_of_lanes, batches(16, 16, 8))(STATE)
 
 
 def test_a_batch_that_lanes_do_not_divide_is_whole():
@@ -395,7 +464,10 @@ def test_the_same_on_any_number_of_devices(kind):
         mesh = jax.make_mesh((n,), ("data",), (kind,), devices=jax.devices()[:n])
         state = jstep.shard_state(STATE, mesh)
         evaluate = jstep.evaluator(
-            metrics_of_lanes, batches(16, 16, 12), lanes=8, batch_sharding=NamedSharding(mesh, P("data"))
+            metrics_of_lanes,
+            batches(16, 16, 12),
+            lanes=8,
+            batch_sharding=NamedSharding(mesh, P("data")),
         )
         evaluate.check(state)
         assert evaluate(state) == want

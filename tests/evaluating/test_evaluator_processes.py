@@ -1,6 +1,8 @@
-"""Evaluation on several processes: each evaluates its own rows, and all get the same results and decisions.
+"""Evaluation on several processes: each evaluates its own rows, and all get the same results and
+decisions.
 
-First with the numbers that another process would send, or threads in its place; then with real processes.
+First with the numbers that another process would send, or threads in its place; then with real
+processes.
 """
 
 import jax
@@ -18,7 +20,8 @@ ROWS = np.arange(6.0, dtype=np.float32).reshape(3, 2)
 
 
 def taken(monkeypatch, mine, others):
-    """Return the batches of this process, which are on another device, while another one sends its counts."""
+    """Return the batches of this process, which are on another device, while another one sends its
+    counts."""
     sent = list(others)
 
     def exchange(nbytes, *counts):
@@ -55,7 +58,9 @@ def test_what_another_process_lacks_is_an_error_here(mine, others, error, messag
 
 def test_an_error_of_this_process_is_sent_before_it_is_raised(monkeypatch):
     sent = []
-    monkeypatch.setattr(processes, "ints_of_all", lambda *numbers: sent.append(numbers) or [numbers, numbers])
+    monkeypatch.setattr(
+        processes, "ints_of_all", lambda *numbers: sent.append(numbers) or [numbers, numbers]
+    )
 
     def broken():
         raise OSError("a file is gone")
@@ -67,10 +72,10 @@ def test_an_error_of_this_process_is_sent_before_it_is_raised(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kilobytes", "sizes"), [(1, [1, 2, 4, 8, 16, 16]), (20_000, [1, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3])]
+    ("kilobytes", "sizes"), [(1, [1, 2, 4, 8, 16, 16]), (20_000, [1, 2, *[3] * 11])]
 )
 def test_processes_exchange_the_numbers_of_several_batches_at_once(kilobytes, sizes, monkeypatch):
-    """What the largest batch of any process allows, so that all have groups of one size."""
+    """As many as the largest batch of any process allows, so that all have groups of one size."""
     exchanges = []
 
     def exchange(nbytes, *counts):
@@ -79,7 +84,8 @@ def test_processes_exchange_the_numbers_of_several_batches_at_once(kilobytes, si
 
     monkeypatch.setattr(processes, "ints_of_all", exchange)
     batches = [(np.full((1, 1), i, np.float32),) for i in range(35)]
-    found = [batch for (batch,) in _synchronized(iter(batches), SingleDeviceSharding(jax.devices()[0]))]
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    found = [batch for (batch,) in _synchronized(iter(batches), sharding)]
     assert [int(batch[0, 0]) for batch in found] == list(range(35))
     assert exchanges == sizes
 
@@ -87,7 +93,9 @@ def test_processes_exchange_the_numbers_of_several_batches_at_once(kilobytes, si
 def test_only_batches_with_a_sharding_are_those_of_all_processes(monkeypatch):
     three, place = Fellows(monkeypatch, 3), SingleDeviceSharding(jax.devices()[1])
     row = ROWS[:1].tolist()
-    found = three.each(lambda i: [batch.tolist() for (batch,) in place_batches([ROWS[:1]] * (i + 1), place)])
+    found = three.each(
+        lambda i: [batch.tolist() for (batch,) in place_batches([ROWS[:1]] * (i + 1), place)]
+    )
     assert found == [[row, [], []], [row, row, []], [row, row, row]]
     ((alone,),) = place_batches([ROWS], None)  # the same on all processes: the program places it
     assert (type(alone), alone.tolist()) == (np.ndarray, ROWS.tolist())
@@ -103,15 +111,19 @@ class Spread(NamedSharding):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "owners"), [([2, 1, 3], [2, 0, 1]), ([0, 3, 2], [0, 1, 2]), ([2, 2, 2], [0, 1]), ([-1, 1, 1], [1, 2])]
+    ("sizes", "owners"),
+    [([2, 1, 3], [2, 0, 1]), ([0, 3, 2], [0, 1, 2]), ([2, 2, 2], [0, 1]), ([-1, 1, 1], [1, 2])],
 )
 @pytest.mark.parametrize("dtype", ["float32", "int8", "bool"])
 def test_rows_are_joined_in_the_order_of_the_owners(sizes, owners, dtype, monkeypatch):
-    """Whatever each process has of them, bit by bit, and replicated where they do not divide over the mesh."""
+    """Whatever each process has of them, bit by bit, and replicated where they do not divide over
+    the mesh."""
     mesh = jax.make_mesh((8,), ("data",))
     three = Fellows(monkeypatch, 3)
     monkeypatch.setattr(evaluation_batches, "part_owners", lambda sharding: owners)
-    monkeypatch.setattr(evaluation_batches, "place_rows", lambda rows, sharding: ("placed", len(rows)))
+    monkeypatch.setattr(
+        evaluation_batches, "place_rows", lambda rows, sharding: ("placed", len(rows))
+    )
     whole = (np.arange(24).reshape(3, 4, 2) % 3).astype(dtype)
     own = [whole[i][: max(0, size)] for i, size in enumerate(sizes)]
     sharding = Spread(mesh, PartitionSpec("data"))
@@ -126,11 +138,15 @@ def test_rows_are_joined_in_the_order_of_the_owners(sizes, owners, dtype, monkey
 def test_equal_rows_that_divide_are_placed_by_each_process(monkeypatch):
     mesh = jax.make_mesh((8,), ("data",))
     monkeypatch.setattr(evaluation_batches, "part_owners", lambda sharding: [0, 1])
-    monkeypatch.setattr(evaluation_batches, "place_rows", lambda rows, sharding: ("placed", len(rows)))
+    monkeypatch.setattr(
+        evaluation_batches, "place_rows", lambda rows, sharding: ("placed", len(rows))
+    )
     sharding = Spread(mesh, PartitionSpec("data"))
     found = evaluation_batches._global(np.array([4, 4]), np.ones((4, 2)), sharding)
     assert found == ("placed", 4)
-    scalar = evaluation_batches._global(np.array([4, 4]), np.float32(3), Spread(mesh, PartitionSpec()))
+    scalar = evaluation_batches._global(
+        np.array([4, 4]), np.float32(3), Spread(mesh, PartitionSpec())
+    )
     assert (scalar.shape, scalar.tolist()) == ((), 3.0)
 
 
@@ -196,7 +212,7 @@ def message(make):
 print("error", message(lambda: jstep.evaluator(value, part)(end)))
 mine = [] if process == count - 1 else [data]
 print("empty", message(lambda: jstep.evaluator(value, mine, batch_sharding=rows)(end)))
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -212,16 +228,35 @@ def test_two_processes_give_the_results_of_one(alone, tmp_path):
     assert len(expected) == 4
     for lines in (first, second):
         found = [np.array(line.split(), float) for line in all_printed(lines, "found")]
-        # The means of outputs cancel: their error is that of the float32 outputs, which are below 1.
-        np.testing.assert_allclose(np.stack(found), np.stack(expected), rtol=1e-6, atol=np.finfo(np.float32).eps)
-        np.testing.assert_array_equal(np.stack(found)[:, 3], np.stack(expected)[:, 3])  # counted, therefore identical
+        # The means of outputs cancel: their error is that of the float32 outputs, which are below
+        # 1.
+        np.testing.assert_allclose(
+            np.stack(found), np.stack(expected), rtol=1e-6, atol=np.finfo(np.float32).eps
+        )
+        # This value is counted, and therefore identical.
+        np.testing.assert_array_equal(np.stack(found)[:, 3], np.stack(expected)[:, 3])
     assert all_printed(first, "found") == all_printed(second, "found")
-    assert all_printed(first, "counts") == all_printed(second, "counts") == all_printed(alone, "counts") != []
-    for a, b in zip(all_printed(first, "perplexity"), all_printed(alone, "perplexity"), strict=True):
+    assert (
+        all_printed(first, "counts")
+        == all_printed(second, "counts")
+        == all_printed(alone, "counts")
+        != []
+    )
+    for a, b in zip(
+        all_printed(first, "perplexity"), all_printed(alone, "perplexity"), strict=True
+    ):
         assert float(a) == pytest.approx(float(b), rel=1e-6)
-    assert all_printed(first, "end") == all_printed(second, "end") == all_printed(alone, "end") == ["25 [15]"]
+    assert (
+        all_printed(first, "end")
+        == all_printed(second, "end")
+        == all_printed(alone, "end")
+        == ["25 [15]"]
+    )
     assert len(all_printed(first, "metrics")) == 3
     assert all_printed(second, "metrics") == []  # only process 0 writes
-    assert "batch_sharding=None: jstep.batches gives each process its own rows" in all_printed(first, "error")[0]
+    assert (
+        "batch_sharding=None: jstep.batches gives each process its own rows"
+        in all_printed(first, "error")[0]
+    )
     assert "RuntimeError: batches: another process failed" in all_printed(first, "empty")[0]
     assert "empty, there is nothing to evaluate" in all_printed(second, "empty")[0]

@@ -75,7 +75,9 @@ class Pair(tuple):
         return float(self[0] - self[1])
 
 
-jax.tree_util.register_pytree_node(Pair, lambda p: (tuple(p), None), lambda _, children: Pair(children))
+jax.tree_util.register_pytree_node(
+    Pair, lambda p: (tuple(p), None), lambda _, children: Pair(children)
+)
 
 
 def metric_fn(params, x):
@@ -127,14 +129,17 @@ def test_one_program_merges_all_objects_without_host_transfers(compilations, mon
     evaluate = jstep.evaluator(only_objects, in_batches(4, X))
     with compilations() as seen:
         evaluate(state)
-    assert len(seen) == 3  # metric_fn for 4 rows, metric_fn for the 3 rows of the last batch, and the merge
+    # metric_fn for 4 rows, metric_fn for the 3 rows of the last batch, and the merge.
+    assert len(seen) == 3
     with compilations() as seen:
         evaluate(state)
     assert seen == []
     copied_shapes = []
     copy = type(jnp.ones(())).copy_to_host_async
     monkeypatch.setattr(
-        type(jnp.ones(())), "copy_to_host_async", lambda self: copied_shapes.append(self.shape) or copy(self)
+        type(jnp.ones(())),
+        "copy_to_host_async",
+        lambda self: copied_shapes.append(self.shape) or copy(self),
     )
     evaluate(state)
     assert copied_shapes == []
@@ -144,7 +149,11 @@ def test_one_program_merges_all_objects_without_host_transfers(compilations, mon
 
 
 def make(merge=None, compute=None, is_pytree=True):
-    methods = {name: method for name, method in (("merge", merge), ("compute", compute)) if method is not None}
+    methods = {
+        name: method
+        for name, method in (("merge", merge), ("compute", compute))
+        if method is not None
+    }
     cls = dataclasses.make_dataclass("Mine", ["x"], namespace=methods)
     return jax.tree_util.register_dataclass(cls, ["x"], []) if is_pytree else cls
 
@@ -158,7 +167,10 @@ def x_of(self):
 
 
 OTHER = make(first, x_of)
-WRONG = r"the metric 'm' is (a|the class) Mine: must have merge\(other\) and compute\(\), and be a pytree"
+WRONG = (
+    r"the metric 'm' is (a|the class) Mine: "
+    r"must have merge\(other\) and compute\(\), and be a pytree"
+)
 
 
 @pytest.mark.parametrize(
@@ -166,18 +178,54 @@ WRONG = r"the metric 'm' is (a|the class) Mine: must have merge\(other\) and com
     [
         (make(first), TypeError, WRONG),
         (make(None, x_of), TypeError, WRONG),
-        (make(), TypeError, "the metric 'm' is a Mine: must be a vector .* or an object with the methods merge and"),
+        (
+            make(),
+            TypeError,
+            "the metric 'm' is a Mine: must be a vector .* or an object with the methods merge and",
+        ),
         (make(first, x_of, is_pytree=False), TypeError, WRONG),
         (lambda x: OTHER, TypeError, WRONG),
-        (make(lambda a, b: a.x, x_of), TypeError, "'m': merge of a Mine returned an array .* of another structure"),
-        (make(lambda a, b: OTHER(a.x), x_of), TypeError, "'m': merge of a Mine returned a Mine of another structure"),
-        (make(lambda a, b: None, x_of), TypeError, "'m': merge of a Mine returned None of another structure"),
-        (make(lambda a, b: type(a)((a.x, b.x)), x_of), TypeError, "'m': merge of a Mine returned a Mine of another"),
-        (make(first, lambda self: "high"), TypeError, "'m': compute returned a str: must be a number, or a dict"),
+        (
+            make(lambda a, b: a.x, x_of),
+            TypeError,
+            "'m': merge of a Mine returned an array .* of another structure",
+        ),
+        (
+            make(lambda a, b: OTHER(a.x), x_of),
+            TypeError,
+            "'m': merge of a Mine returned a Mine of another structure",
+        ),
+        (
+            make(lambda a, b: None, x_of),
+            TypeError,
+            "'m': merge of a Mine returned None of another structure",
+        ),
+        (
+            make(lambda a, b: type(a)((a.x, b.x)), x_of),
+            TypeError,
+            "'m': merge of a Mine returned a Mine of another",
+        ),
+        (
+            make(first, lambda self: "high"),
+            TypeError,
+            "'m': compute returned a str: must be a number, or a dict",
+        ),
         (make(first, lambda self: None), TypeError, "'m': compute returned None: must be a number"),
-        (make(first, lambda self: jnp.ones(2)), TypeError, r"'m': compute returned an array of float32 and shape \(2"),
-        (make(first, lambda self: {"a": [1]}), TypeError, "'m': compute returned a list at 'a': must be a number"),
-        (make(first, lambda self: {1: 1.0}), TypeError, "'m': compute returned the key 1: must be a string"),
+        (
+            make(first, lambda self: jnp.ones(2)),
+            TypeError,
+            r"'m': compute returned an array of float32 and shape \(2",
+        ),
+        (
+            make(first, lambda self: {"a": [1]}),
+            TypeError,
+            "'m': compute returned a list at 'a': must be a number",
+        ),
+        (
+            make(first, lambda self: {1: 1.0}),
+            TypeError,
+            "'m': compute returned the key 1: must be a string",
+        ),
         (make(first, lambda self: {"n": 1.0}), ValueError, "two metrics are called 'm/n'"),
     ],
 )
@@ -196,5 +244,7 @@ def test_a_metric_is_an_object_in_all_batches_or_in_none():
     for size in (5, 20):  # the last batch has 3 rows
         batches = in_batches(size, X)
         for order in (batches, batches[::-1]):
-            with pytest.raises(TypeError, match="the metric 'm' is an object in some batches: must be in all"):
+            with pytest.raises(
+                TypeError, match="the metric 'm' is an object in some batches: must be in all"
+            ):
                 jstep.evaluator(metrics, order)(make_state())

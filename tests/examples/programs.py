@@ -14,7 +14,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 del sys.argv[0]
 sys.path[0] = str(pathlib.Path(sys.argv[0]).parent)
 runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+"""  # noqa: E501
 
 
 def start(script, *args, env=None):

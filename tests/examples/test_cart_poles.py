@@ -1,4 +1,5 @@
-"""CartPole: the parts of examples/dqn.py and ppo.py, the returns that they reach, and runs that are killed anywhere."""
+"""CartPole: the parts of examples/dqn.py and ppo.py, the returns that they reach, and runs that are
+killed anywhere."""
 
 import re
 
@@ -14,7 +15,8 @@ import jstep
 
 EXAMPLES = ROOT / "examples"
 SEEN = np.float32([[0.0273956, -0.00611216, 0.03585979, 0.0197368]])
-"""The first observation of Gymnasium's CartPole-v1 after reset(seed=42), as its documentation prints it."""
+"""The first observation of Gymnasium's CartPole-v1 after reset(seed=42), as its documentation
+prints it."""
 AFTER = np.float32([[0.02727336, 0.18847767, 0.03625453, -0.26141977]])
 """The next one, after a push to the right."""
 
@@ -43,7 +45,12 @@ def test_a_push_is_that_of_gym(dqn, ppo):
 
 def test_an_episode_of_dqn_ends_when_the_pole_falls_or_after_500_pushes(dqn):
     carts = dqn.CartPoles(4, seed=0)
-    carts.seen[:] = [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.3, 0.0], [2.5, 0.0, 0.0, 0.0]]
+    carts.seen[:] = [
+        [0.0, 0.0, 0.0, 0.0],
+        [0.0, 0.0, 0.0, 0.0],
+        [0.0, 0.0, 0.3, 0.0],
+        [2.5, 0.0, 0.0, 0.0],
+    ]
     carts.pushes[:] = [3, 499, 20, 30]
     after, fell = carts.push(np.ones(4, int))
     assert fell.tolist() == [False, False, True, True]
@@ -94,15 +101,22 @@ def test_advantages_are_sums_of_discounted_errors(ppo):
                     break
                 weight *= ppo.DISCOUNT * ppo.TRACE
     seen = {"value": jnp.asarray(value, jnp.float32), "done": jnp.asarray(done)}
-    np.testing.assert_allclose(ppo.advantages(seen, jnp.asarray(last, jnp.float32)), expected, rtol=2e-5)
+    np.testing.assert_allclose(
+        ppo.advantages(seen, jnp.asarray(last, jnp.float32)), expected, rtol=2e-5
+    )
 
 
 @pytest.mark.thorough
 def test_an_iteration_is_one_step_and_sixteen_updates(ppo):
     ppo.ENVIRONMENTS, ppo.PUSHES = 4, 4
     optimizer = jstep.adam(1e-3)
-    world = {"environments": ppo.create_environments(jax.random.key(1), 4), "key": jax.random.key(2)}
-    state = jstep.TrainState.create(ppo.init_params(jax.random.key(0)), optimizer, model_state=world)
+    world = {
+        "environments": ppo.create_environments(jax.random.key(1), 4),
+        "key": jax.random.key(2),
+    }
+    state = jstep.TrainState.create(
+        ppo.init_params(jax.random.key(0)), optimizer, model_state=world
+    )
     state, metrics = ppo.make_step(optimizer)(state)
     assert jstep.global_step(state) == 1
     assert int(state.slots["start_step"]) == 1 - ppo.EPOCHS * ppo.MINIBATCHES
@@ -112,7 +126,9 @@ def test_an_iteration_is_one_step_and_sixteen_updates(ppo):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("script", "least"), [("dqn.py", 150), ("dqn_on_device.py", 150), ("ppo.py", 475)])
+@pytest.mark.parametrize(
+    ("script", "least"), [("dqn.py", 150), ("dqn_on_device.py", 150), ("ppo.py", 475)]
+)
 def test_it_reaches_the_known_return(script, least):
     assert float(re.search(r"return .*: ([\d.]+) of 500", run(script))[1]) >= least
 
@@ -120,7 +136,8 @@ def test_it_reaches_the_known_return(script, least):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("command", "steps", "last_step"),
-    [(("dqn.py",), (1, 2000), 8000), (("ppo.py", "--steps", 60), (6, 18, 42), 60)],  # of ppo.py, each sixth is saved
+    # Of ppo.py, each sixth step is saved.
+    [(("dqn.py",), (1, 2000), 8000), (("ppo.py", "--steps", 60), (6, 18, 42), 60)],
     ids=["dqn", "ppo"],
 )
 def test_a_run_killed_anywhere_ends_with_the_same_bits(command, steps, last_step, tmp_path):

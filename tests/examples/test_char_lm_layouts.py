@@ -36,5 +36,10 @@ def test_fsdp_does_not_reshard_activations(axes, axis_type):
     moved, moved_without = (collectives(one.as_text()) for one in (program, without))
     assert "all-to-all" in moved_without, "the problem that split_by_rows avoids"
     assert "all-to-all" not in moved
-    assert program.memory_analysis().temp_size_in_bytes < without.memory_analysis().temp_size_in_bytes
-    assert sum(one.bytes for one in moved.values()) < sum(one.bytes for one in moved_without.values()) / 2
+    assert (
+        program.memory_analysis().temp_size_in_bytes < without.memory_analysis().temp_size_in_bytes
+    )
+    assert (
+        sum(one.bytes for one in moved.values())
+        < sum(one.bytes for one in moved_without.values()) / 2
+    )

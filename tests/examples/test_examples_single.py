@@ -20,7 +20,9 @@ def events(directory):
 
 def scalars(directory, tag):
     """Return the values of a tag by step."""
-    return {e.step: v.simple_value for e in events(directory) for v in e.summary.value if v.tag == tag}
+    return {
+        e.step: v.simple_value for e in events(directory) for v in e.summary.value if v.tag == tag
+    }
 
 
 def is_bitwise_equal(a, b):
@@ -67,16 +69,22 @@ def digits(tmp_path_factory):
 @pytest.mark.thorough
 def test_digits_learns(digits):
     directory, out = digits
-    found = re.search(r"best weights, after (\d+) updates: ([\d.]+) raw, ([\d.]+) averaged weights", out)
+    found = re.search(
+        r"best weights, after (\d+) updates: ([\d.]+) raw, ([\d.]+) averaged weights",
+        out,
+    )
     best, raw, averaged = int(found[1]), float(found[2]), float(found[3])
     assert raw >= 0.96
     assert averaged >= 0.96
     rates = scalars(directory, "learning_rate")
-    assert list(rates.values()) == pytest.approx([2e-3] * len(rates))  # the first plateau of the staircase, 200 steps
+    # The first plateau of the staircase has 200 steps.
+    assert list(rates.values()) == pytest.approx([2e-3] * len(rates))
     losses = scalars(directory, "validation/loss")
     assert list(losses) == [50, 100, DIGITS_STEPS]
     assert best == min(losses, key=losses.get)
-    assert f"of {DIGITS_STEPS} updates, the validation loss was best after {best}: {losses[best]:.4f}" in out
+    assert (
+        f"of {DIGITS_STEPS} updates, the validation loss was best after {best}: {losses[best]:.4f}"
+    ) in out
     with jstep.Saver(directory, prefix="best") as saver:
         assert saver.all_steps() == [best]
 
@@ -85,12 +93,20 @@ def test_digits_learns(digits):
 def test_digits_writes_summaries(digits):
     directory, out = digits
     kinds = {(v.tag, v.WhichOneof("value")) for e in events(directory) for v in e.summary.value}
-    assert kinds >= {("loss", "simple_value"), ("grad_norm", "simple_value"), ("global_step/sec", "simple_value")}
-    assert kinds >= {(f"params/{name}/kernel", "histo") for name in ("conv1", "conv2", "dense1", "dense2")}
+    assert kinds >= {
+        ("loss", "simple_value"),
+        ("grad_norm", "simple_value"),
+        ("global_step/sec", "simple_value"),
+    }
+    assert kinds >= {
+        (f"params/{name}/kernel", "histo") for name in ("conv1", "conv2", "dense1", "dense2")
+    }
     assert sum(bool(e.graph_def) for e in events(directory)) == 1
     wrong = int(re.search(r"(\d+) mistakes", out).group(1))
     assert wrong <= 0.04 * 450
-    (picture,) = (v.image for e in events(directory) for v in e.summary.value if v.HasField("image"))
+    (picture,) = (
+        v.image for e in events(directory) for v in e.summary.value if v.HasField("image")
+    )
     assert (picture.height, picture.width) == (2 * 9 * 8, 8 * 9 * 8)
 
 
@@ -109,13 +125,16 @@ def test_digits_resumes_bitwise_after_ctrl_c(digits, tmp_path):
         process.kill()
     assert process.returncode == 130
     assert "Traceback" not in err
-    stopped = int(re.search(r"SIGINT stopped the run after step (\d+), which is saved", err).group(1))
+    stopped = int(
+        re.search(r"SIGINT stopped the run after step (\d+), which is saved", err).group(1)
+    )
     assert 50 <= stopped < DIGITS_STEPS
     assert "test accuracy" not in out
 
     again = run("digits.py", *args)
     assert f"model-{stopped}: resuming from it" in again
-    assert again.splitlines()[-4:-1] == expected.splitlines()[-4:-1]  # before that of the page, with the fingerprint
+    # The lines before that of the page, with the fingerprint.
+    assert again.splitlines()[-4:-1] == expected.splitlines()[-4:-1]
     assert is_bitwise_equal(uninterrupted, tmp_path)
     assert scalars(tmp_path, "loss") == scalars(uninterrupted, "loss")
 
@@ -131,7 +150,9 @@ def test_char_lm_losses_are_equal_on_one_device_and_a_mesh(tmp_path):
         alone = pool.submit(run, "char_lm.py", "--steps", 20, "--dir", one)
         sharded = run("char_lm.py", "--steps", 10, "--dir", many, "--mesh", "data=4,model=2")
         out = alone.result()
-    before, after = map(float, re.search(r"loss: ([\d.]+) nats a character before, ([\d.]+) after 20", out).groups())
+    before, after = map(
+        float, re.search(r"loss: ([\d.]+) nats a character before, ([\d.]+) after 20", out).groups()
+    )
     assert before > 4.8  # a uniform guess among 128 characters gives 4.85
     assert after < 3.6
     assert len(re.findall(r"^def ", out, re.MULTILINE)) == 2  # the two samples
@@ -150,8 +171,9 @@ def test_char_lm_losses_are_equal_on_one_device_and_a_mesh(tmp_path):
 def test_char_lm_error_for_a_bad_mesh():
     done = finished("char_lm.py", "--mesh", "data=4,modle=2")
     assert (done.returncode, done.stdout) == (1, "")
-    assert (
-        done.stderr == "--mesh data=4,modle=2: must be axes data and model with their sizes, such as data=4,model=2\n"
+    assert done.stderr == (
+        "--mesh data=4,modle=2: must be axes data and model with their sizes, "
+        "such as data=4,model=2\n"
     )
 
 
@@ -160,7 +182,9 @@ def test_char_lm_error_for_fsdp_without_a_data_axis():
     for mesh in ([], ["--mesh", "model=2"]):
         done = finished("char_lm.py", "--fsdp", *mesh)
         assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr.startswith("--fsdp splits the parameters over the axis data: give a mesh that has it")
+        assert done.stderr.startswith(
+            "--fsdp splits the parameters over the axis data: give a mesh that has it"
+        )
 
 
 @pytest.mark.thorough
@@ -193,7 +217,10 @@ SCORE_STEPS = 16
 @pytest.mark.thorough
 def test_a_run_killed_in_each_phase_gives_the_same_state(tmp_path):
     uninterrupted = run("score.py", "--steps", SCORE_STEPS)
-    assert re.search(r"stages +0: short, 4: long\nbatch size +0: 8, 8: 16\nrows +code \d+ .* prose \d+ ", uninterrupted)
+    assert re.search(
+        r"stages +0: short, 4: long\nbatch size +0: 8, 8: 16\nrows +code \d+ .* prose \d+ ",
+        uninterrupted,
+    )
     losses = [float(loss) for loss in re.findall(r"held-out \w+: ([\d.]+) nats", uninterrupted)]
     assert len(losses) == 2
     assert max(losses) < 4.7  # a uniform guess among 128 characters gives 4.85

@@ -33,7 +33,7 @@ def tell(step, state, metrics):
 state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
 hooks = [jstep.every(1, tell)]
 jstep.train(step, state, batch, int(last), checkpoint_dir=directory, save_checkpoint_steps=5, hooks=hooks)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(
@@ -54,12 +54,16 @@ def test_which_codes_are_followed_by_another_start(codes, steps, result, starts,
     keep = import_file(KEEP)
     log, ends = [], iter([*codes, 143])
     monkeypatch.setattr(keep, "start", lambda command: log.append(command) or next(ends))
-    monkeypatch.setattr(keep, "progress", lambda run, python: (steps[len(log) - 1] if log else 0, "killed"))
+    monkeypatch.setattr(
+        keep, "progress", lambda run, python: (steps[len(log) - 1] if log else 0, "killed")
+    )
     assert str(result) in str(keep.keep("runs/a", ["train"]))
     assert log == [["train"]] * starts
 
 
-def test_what_the_run_has_reached_is_asked_of_the_python_of_the_command(tmp_path, monkeypatch, capsys):
+def test_what_the_run_has_reached_is_asked_of_the_python_of_the_command(
+    tmp_path, monkeypatch, capsys
+):
     keep = import_file(KEEP)
     python = tmp_path / "python3.99"
     python.write_text('#!/bin/sh\necho "$@" >&2\nexit 1\n')  # one without jstep
@@ -87,9 +91,15 @@ os.execv(sys.argv[1], sys.argv[1:])
 def kept(last, tmp_path, *before, **options):
     """Start keep.py with the program; its output is that of both."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [*before, sys.executable, KEEP, "run", "--", sys.executable, "program.py", str(last), "run"]
+    command = [
+        *before, sys.executable, KEEP, "run", "--", sys.executable, "program.py", str(last), "run",
+    ]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": not before} | options
+    options = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "start_new_session": not before,
+    } | options
     with subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **options) as process:
         limit = threading.Timer(180, process.terminate)
         limit.start()

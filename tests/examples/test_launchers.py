@@ -1,4 +1,5 @@
-"""examples/launchers: the launchers' files are valid, and the program that they start trains and resumes."""
+"""examples/launchers: the launchers' files are valid, and the program that they start trains and
+resumes."""
 
 import os
 import re
@@ -40,7 +41,8 @@ def test_fields_of_the_jobset():
     assert re.fullmatch(r"\S+/\S+:\S+", container["image"])
     variables = {one["name"]: one for one in container["env"]}
     assert set(variables) == {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"}
-    # Values are strings: Kubernetes rejects numbers. The first pod is called <set>-<job>-0-0, in the domain of the set.
+    # Values are strings: Kubernetes rejects numbers. The first pod is called <set>-<job>-0-0, in
+    # the domain of the set.
     assert variables["JAX_NUM_PROCESSES"]["value"] == str(job["completions"])
     name = f"{job_set['metadata']['name']}-{replicated['name']}-0-0.{job_set['metadata']['name']}"
     assert re.fullmatch(rf"{name}:\d+", variables["JAX_COORDINATOR_ADDRESS"]["value"])
@@ -56,7 +58,7 @@ def test_fields_of_the_skypilot_task():
     assert "jstep" in task["setup"]
 
 
-# --- SLURM ----------------------------------------------------------------------------------------------------------
+# --- SLURM ---------------------------------------------------------------------------------------
 
 
 def options():
@@ -66,7 +68,8 @@ def options():
 
 def test_slurm_options_of_the_script():
     sbatch = options()
-    assert sbatch["signal"] == "TERM@120"  # with the prefix B: only the batch shell would get the signal
+    # With the prefix B:, only the batch shell would get the signal.
+    assert sbatch["signal"] == "TERM@120"
     assert {"requeue", "time", "nodes", "ntasks-per-node"} <= set(sbatch)
     assert sbatch["open-mode"] == "append"
     # JAX assigns one GPU to each task.
@@ -75,21 +78,26 @@ def test_slurm_options_of_the_script():
 
 @pytest.mark.parametrize("code", [143, 138, 75, 0, 1, 2, 15, 137])
 def test_only_jobs_that_were_preempted_or_hung_are_requeued(tmp_path, code):
-    """Run the script with fakes of scontrol and of srun, which exits with the exit code of the tasks."""
+    """Run the script with fakes of scontrol and of srun, which exits with the exit code of the
+    tasks."""
     log = tmp_path / "log"
     for name, exit_code in (("srun", code), ("scontrol", 0)):
-        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {shlex.quote(str(log))}\nexit {exit_code}\n')
+        (tmp_path / name).write_text(
+            f'#!/bin/sh\necho {name} "$@" >> {shlex.quote(str(log))}\nexit {exit_code}\n'
+        )
         (tmp_path / name).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "77"}
     script = shutil.copy(HERE / "slurm.sh", tmp_path / "slurm_script")  # SLURM runs a copy
-    done = subprocess.run(["bash", script, "--steps", "7"], env=environment, timeout=60, check=False)
+    done = subprocess.run(
+        ["bash", script, "--steps", "7"], env=environment, timeout=60, check=False
+    )
     assert done.returncode == code
     first, *others = log.read_text().splitlines()
     assert first.endswith("python train.py --steps 7")
     assert others == (["scontrol requeue 77"] if code in (143, 138, 75) else [])
 
 
-# --- the program ----------------------------------------------------------------------------------------------------
+# --- the program ---------------------------------------------------------------------------------
 
 
 @pytest.mark.thorough
@@ -102,7 +110,9 @@ def test_it_trains_on_one_process(tmp_path):
 def slurm(i, address):
     port = address.split(":")[1]
     names = {"JOB_ID": 1, "STEP_NODELIST": "localhost", "NTASKS": 2, "PROCID": i, "LOCALID": i}
-    return {f"SLURM_{name}": str(value) for name, value in names.items()} | {"JAX_COORDINATOR_PORT": port}
+    return {f"SLURM_{name}": str(value) for name, value in names.items()} | {
+        "JAX_COORDINATOR_PORT": port
+    }
 
 
 def jobset(i, address):
@@ -116,7 +126,9 @@ def jobset(i, address):
 def skypilot(i, address):
     port = address.split(":")[1]
     names = {"NODE_IPS": "127.0.0.1\n127.0.0.1", "NODE_RANK": i, "NUM_NODES": 2}
-    return {f"SKYPILOT_{name}": str(value) for name, value in names.items()} | {"JAX_COORDINATOR_PORT": port}
+    return {f"SKYPILOT_{name}": str(value) for name, value in names.items()} | {
+        "JAX_COORDINATOR_PORT": port
+    }
 
 
 @pytest.mark.thorough
@@ -126,7 +138,9 @@ def test_a_stopped_run_resumes(tmp_path, launcher):
 
     def run(last, stop_after=None):
         address = free_address()
-        arguments = ("launchers/train.py", "--steps", last, "--checkpoint-dir", tmp_path, "--save-secs", 0.5)
+        arguments = (
+            "launchers/train.py", "--steps", last, "--checkpoint-dir", tmp_path, "--save-secs", 0.5,
+        )  # fmt: skip
         both = [start(*arguments, env=launcher(i, address)) for i in range(2)]
         until = time.monotonic() + 120
         while stop_after is not None and time.monotonic() < until:
@@ -139,7 +153,10 @@ def test_a_stopped_run_resumes(tmp_path, launcher):
     stopped = run(10**7, stop_after=1)
     assert [one.code for one in stopped] == [143, 143], stopped[0].err[-3000:]
     last = jstep.Saver(tmp_path).latest_step()
-    assert re.search(rf"SIGTERM .*process 1 of 2.* stopped the run after step {last}, which is saved", stopped[0].err)
+    assert re.search(
+        rf"SIGTERM .*process 1 of 2.* stopped the run after step {last}, which is saved",
+        stopped[0].err,
+    )
     resumed = run(last + 10)
     assert [one.code for one in resumed] == [0, 0], resumed[0].err[-3000:]
     assert f"restored model-{last}" in resumed[0].err
@@ -147,7 +164,7 @@ def test_a_stopped_run_resumes(tmp_path, launcher):
     assert "trained" not in resumed[1].out
 
 
-# --- Ray ------------------------------------------------------------------------------------------------------------
+# --- Ray -----------------------------------------------------------------------------------------
 
 
 def workers_of(pid):
@@ -156,7 +173,9 @@ def workers_of(pid):
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            children.setdefault(parent, []).append((int(entry.name), (entry / "cmdline").read_bytes()))
+            children.setdefault(parent, []).append(
+                (int(entry.name), (entry / "cmdline").read_bytes())
+            )
         except OSError:  # the process has ended
             continue
     todo, found = [pid], []
@@ -172,12 +191,21 @@ def test_ray_restarts_a_killed_worker(tmp_path):
     pytest.importorskip("ray.train")
     last = 3000
     command = [sys.executable, HERE / "ray_train.py", "--steps", str(last), "--save-secs", "1"]
-    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "PYTHONPATH": str(ROOT),
+    }
     log = tmp_path / "out.txt"
     checkpoints = tmp_path / "runs" / "launched"
     with log.open("w") as out:
         program = subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=tmp_path,
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     killed = None
     try:

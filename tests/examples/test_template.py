@@ -1,4 +1,5 @@
-"""examples/template: the Hydra template trains, is killed and resumes; a multirun and a study of Optuna do, too."""
+"""examples/template: the Hydra template trains, is killed and resumes; a multirun and a study of
+Optuna do, too."""
 
 import csv
 import shutil
@@ -52,7 +53,13 @@ def ended(program):
 
 
 def test_fast_dev_run_passes_through_everything_and_saves_nothing(tmp_path):
-    out = run("template/train.py", "debug=fast", "predict=true", "model.widths=[8]", "hydra.run.dir=runs/fast")
+    out = run(
+        "template/train.py",
+        "debug=fast",
+        "predict=true",
+        "model.widths=[8]",
+        "hydra.run.dir=runs/fast",
+    )
     assert "test/acc" in out
     assert {path.name for path in (tmp_path / "runs/fast").iterdir()} == {".hydra", "train.log"}
 
@@ -70,7 +77,9 @@ def test_a_run_that_is_stopped_resumes_by_the_same_command(tmp_path):
     assert run("template/train.py", "name=whole", *LONG).splitlines()[-1] == out.splitlines()[-1]
     assert same(state_of(runs / "stopped"), state_of(runs / "whole"))
 
-    tables = [(runs / name / "metrics.csv").read_text().splitlines() for name in ("stopped", "whole")]
+    tables = [
+        (runs / name / "metrics.csv").read_text().splitlines() for name in ("stopped", "whole")
+    ]
     rows = [list(csv.DictReader(table)) for table in tables]
     assert rows[0] == rows[1]
     assert [int(row["step"]) for row in rows[0]] == list(range(18, 18 * 40 + 1, 18))
@@ -85,7 +94,12 @@ def test_fine_tuning_begins_with_the_best_weights_and_trains_the_head_alone(tmp_
     run("template/train.py", "trainer.max_epochs=3")
     best = state_of(runs / "digits", "best")["params"]
     for name, epochs in (("head", 1), ("all", 3)):
-        run("template/train.py", "experiment=finetune", f"name={name}", f"trainer.max_epochs={epochs}")
+        run(
+            "template/train.py",
+            "experiment=finetune",
+            f"name={name}",
+            f"trainer.max_epochs={epochs}",
+        )
     head, whole = (state_of(runs / name)["params"] for name in ("head", "all"))
     assert same(head["body"], best["body"])
     assert not same(head["head"], best["head"])
@@ -105,11 +119,15 @@ def test_two_processes_train_as_one_does(tmp_path):
     address = free_address()
     variables = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
     both = [
-        start("template/train.py", "name=two", *options, env=variables | {"JAX_PROCESS_ID": str(i)}) for i in range(2)
+        start("template/train.py", "name=two", *options, env=variables | {"JAX_PROCESS_ID": str(i)})
+        for i in range(2)
     ]
     one, two = wait_for(both)
     assert (one.code, two.code) == (0, 0), one.err
-    numbers = [[float(word.strip("{},")) for word in out.splitlines()[-1].split()[1::2]] for out in (alone, one.out)]
+    numbers = [
+        [float(word.strip("{},")) for word in out.splitlines()[-1].split()[1::2]]
+        for out in (alone, one.out)
+    ]
     np.testing.assert_allclose(*numbers, rtol=1e-3)
 
 
@@ -153,7 +171,11 @@ def test_a_study_that_is_killed_resumes_its_trial_and_a_signal_ends_one_trial_al
     assert len({trial.params["dropout"] for trial in trials}) == 3, "no trial is suggested twice"
     assert pruned.intermediate_values
     # The number of the last trial is 3.
-    assert sorted(path.name for path in directory.glob("trial-*")) == ["trial-0000", "trial-0001", "trial-0003"]
+    assert sorted(path.name for path in directory.glob("trial-*")) == [
+        "trial-0000",
+        "trial-0001",
+        "trial-0003",
+    ]
     (second,) = (run for run in jstep.runs(directory) if run.path.endswith("trial-0001"))
     assert second.starts_count == 2
     assert second.config["model/dropout"] == killed.params["dropout"]

@@ -26,7 +26,9 @@ def rows_of(shape, **options):
     """Return the examples of a step, by the rates of a run."""
     counter = jstep.StepCounterHook(every_n_steps=4, **options)
     batches = [np.zeros(shape, np.float32)] * 8
-    train(jstep.minimize(loss_fn, OPTIMIZER), batches, [counter], steps_per_call=options.pop("k", 1))
+    train(
+        jstep.minimize(loss_fn, OPTIMIZER), batches, [counter], steps_per_call=options.pop("k", 1)
+    )
     if counter.examples_per_sec is None:
         return None
     return round(counter.examples_per_sec / counter.steps_per_sec)
@@ -34,7 +36,12 @@ def rows_of(shape, **options):
 
 @pytest.mark.parametrize(
     ("examples", "expected"),
-    [(None, 4), (192, 192), (lambda x: x.shape[0] * x.shape[1] * x.shape[2], 4 * 6 * 8), (lambda x: 0, None)],
+    [
+        (None, 4),
+        (192, 192),
+        (lambda x: x.shape[0] * x.shape[1] * x.shape[2], 4 * 6 * 8),
+        (lambda x: 0, None),
+    ],
 )
 def test_the_examples_of_a_batch_may_be_given(examples, expected):
     assert rows_of((4, 6, 8), examples=examples) == expected
@@ -48,10 +55,13 @@ def test_they_are_those_of_a_step_and_of_each_shape(steps_per_call, tmp_path):
         seen.append((x.shape, y.shape))
         return x.shape[0] * x.shape[1]
 
-    batches = [(np.zeros((2, 3 if n < 4 else 5), np.float32), np.zeros(7, np.float32)) for n in range(8)]
+    batches = [
+        (np.zeros((2, 3 if n < 4 else 5), np.float32), np.zeros(7, np.float32)) for n in range(8)
+    ]
     train(
-        jstep.minimize(loss_fn, OPTIMIZER), batches, [jstep.StepCounterHook(every_n_steps=4, examples=count)],
-        steps_per_call=steps_per_call, checkpoint_dir=tmp_path,
+        jstep.minimize(loss_fn, OPTIMIZER), batches,
+        [jstep.StepCounterHook(every_n_steps=4, examples=count)], steps_per_call=steps_per_call,
+        checkpoint_dir=tmp_path,
     )  # fmt: skip
     assert set(seen) == {((2, 3), (7,)), ((2, 5), (7,))}
     assert jstep.runs(tmp_path)[0].examples == 4 * 6 + 4 * 10
@@ -82,7 +92,11 @@ def test_one_warning_after_five_programs(kind, steps_per_call, caplog):
         batches = iter([np.zeros(1 + n % number_of_shapes, np.float32) for n in range(24)])
         with caplog.at_level(logging.WARNING, logger="jstep"):
             train(step, batches, [], 24, steps_per_call=steps_per_call)
-        return [record.getMessage() for record in caplog.records if "batch-shapes" in record.getMessage()]
+        return [
+            record.getMessage()
+            for record in caplog.records
+            if "batch-shapes" in record.getMessage()
+        ]
 
     assert run(4) == []
     jax.clear_caches()

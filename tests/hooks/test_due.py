@@ -1,4 +1,5 @@
-"""The loop decides what is due, from the cadence of a stock hook or the `next_due` of any other; it calls only that."""
+"""The loop decides what is due, from the cadence of a stock hook or the `next_due` of any other; it
+calls only that."""
 
 import logging
 import math
@@ -38,7 +39,9 @@ def test_seconds_count_from_the_end_of_the_last_call():
         evaluated.append(jstep.global_step(state))
         return {"w": 1.0}
 
-    train(12, [Tick(), jstep.EvaluationHook(evaluate, every_n_secs=3, every_n_steps=5, clock=clock)])
+    train(
+        12, [Tick(), jstep.EvaluationHook(evaluate, every_n_secs=3, every_n_steps=5, clock=clock)]
+    )
     assert evaluated == [3, 5, 8, 10, 12]
 
 
@@ -55,7 +58,13 @@ def test_a_prevented_save_is_tried_again_after_its_interval(tmp_path):
         def after_step(self, step, state, metrics):
             clock.now += 1
 
-    train(9, [Tick(), jstep.CheckpointSaverHook(tmp_path, save_secs=4, before_save=(never,), clock=clock)])
+    train(
+        9,
+        [
+            Tick(),
+            jstep.CheckpointSaverHook(tmp_path, save_secs=4, before_save=(never,), clock=clock),
+        ],
+    )
     assert asked == [4, 8, 9]
 
 
@@ -75,7 +84,15 @@ def test_a_guard_that_stops_at_the_last_step_has_not_stopped_the_run(tmp_path, c
     def run(last_step):
         hook = jstep.NanLossHook(fail_on_nan_loss=False, max_skipped_steps=3)
         batches = [jnp.float32(math.nan if n >= 5 else 1.0) for n in range(20)]
-        train(last_step, [hook], step=step, optimizer=optimizer, w=1.0, batches=batches, checkpoint_dir=tmp_path)
+        train(
+            last_step,
+            [hook],
+            step=step,
+            optimizer=optimizer,
+            w=1.0,
+            batches=batches,
+            checkpoint_dir=tmp_path,
+        )
 
     run(8)
     run(9)
@@ -109,7 +126,9 @@ def test_an_interval_may_grow_while_it_lasts(num_processes, monkeypatch):
 
     def due_at(index):
         clock, hook, found = Clock(), RunHook(), []
-        hook._cadence = Cadence(None, lambda: (8.0 if clock.now >= 1004 else 4.0) + index, clock, together=True)
+        hook._cadence = Cadence(
+            None, lambda: (8.0 if clock.now >= 1004 else 4.0) + index, clock, together=True
+        )
         entry = Entry(hook, 0, is_saver=True)
         for step in range(1, 20):
             clock.now += 1
@@ -130,7 +149,12 @@ def test_what_a_timetable_knows():
     timetable = Timetable({0: 7}.get, log_steps=10, save_steps=4)
     timetable.begin([user, timed], [saver], 0)
     assert (timetable.next_hook, timetable.next_save) == (3, 4)
-    assert [timetable.next_end([user, timed, saver], step) for step in (0, 3, 4, 9)] == [3, 4, 5, 10]
+    assert [timetable.next_end([user, timed, saver], step) for step in (0, 3, 4, 9)] == [
+        3,
+        4,
+        5,
+        10,
+    ]
     assert [timetable.next_planned_save(step) for step in (0, 3, 4)] == [4, 4, 8]
     called = []
     for step in range(1, 7):
@@ -163,7 +187,8 @@ def test_what_a_timetable_knows():
 
 @pytest.mark.parametrize(("steps_per_call", "called"), [(1, [20, 40, 60]), (8, [21, 41])])
 def test_a_hook_that_changes_its_mind_between_calls(steps_per_call, called):
-    """It keeps the step that it named after its latest call; from the new one on, it only ends calls."""
+    """It keeps the step that it named after its latest call; from the new one on, it only ends
+    calls."""
 
     class Changing(jstep.Hook):
         def __init__(self):
@@ -198,13 +223,18 @@ CADENCED = {
 
 
 def cadenced(name, **often):
-    """A hook that is due so often; the names of its arguments begin as those of a saver do, or with `every_n_`."""
+    """A hook that is due so often; the names of its arguments begin as those of a saver do, or with
+    `every_n_`."""
     begin = "save_" if name in ("summary", "checkpoint") else "every_n_"
-    return CADENCED[name](**{name if name == "clock" else begin + name: value for name, value in often.items()})
+    return CADENCED[name](
+        **{name if name == "clock" else begin + name: value for name, value in often.items()}
+    )
 
 
 @pytest.mark.parametrize("name", CADENCED)
-@pytest.mark.parametrize(("steps", "start"), [(10, 0), (10, 5), (10, 10), (1, 0), (1, 7), (7, 2**31)])
+@pytest.mark.parametrize(
+    ("steps", "start"), [(10, 0), (10, 5), (10, 10), (1, 0), (1, 7), (7, 2**31)]
+)
 def test_hooks_are_due_at_multiples_for_any_start(name, steps, start):
     hook = cadenced(name, steps=steps)
     due_steps, step = [], start
@@ -251,7 +281,9 @@ def test_which_hooks_include_the_last_step(tmp_path, caplog):
         progress=None,
         hooks=[
             jstep.MetricsHook(lambda step, values: found["metrics"].append(step), every_n_steps=4),
-            jstep.MetricsHook(lambda step, values: found["means"].append(step), every_n_steps=4, mean=True),
+            jstep.MetricsHook(
+                lambda step, values: found["means"].append(step), every_n_steps=4, mean=True
+            ),
             jstep.SummarySaverHook(writer, save_steps=4),
             jstep.SummarySaverHook(means_writer, save_steps=4, mean=True),
             jstep.FingerprintHook(every_n_steps=4, path=tmp_path / "log.jsonl"),
@@ -259,7 +291,9 @@ def test_which_hooks_include_the_last_step(tmp_path, caplog):
             evaluation,
         ],
     )
-    logged = [int(n) for n in re.findall(r"^step (\d+)  loss", "\n".join(caplog.messages), re.MULTILINE)]
+    logged = [
+        int(n) for n in re.findall(r"^step (\d+)  loss", "\n".join(caplog.messages), re.MULTILINE)
+    ]
     assert logged == found["metrics"] == found["means"] == found["evaluation"] == [4, 8, 10]
     fingerprints = re.findall(r'"step": (\d+)', (tmp_path / "log.jsonl").read_text())
     written, means = ([step for step, _ in one.points] for one in (writer, means_writer))

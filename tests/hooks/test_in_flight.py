@@ -60,7 +60,9 @@ def most_ahead(device, host, calls, monkeypatch):
     return ahead
 
 
-@pytest.mark.parametrize(("each", "most"), [(2.2, 1), (0.6, 1), (0.4, 2), (0.1, 9), (0.01, 99), (0.001, 999)])
+@pytest.mark.parametrize(
+    ("each", "most"), [(2.2, 1), (0.6, 1), (0.4, 2), (0.1, 9), (0.01, 99), (0.001, 999)]
+)
 def test_the_bound(each, most, monkeypatch):
     device = Device(each)
     ahead = most_ahead(device, 1e-5, 3000, monkeypatch)
@@ -86,7 +88,9 @@ def test_the_calls_that_have_finished_are_found(num_finished, monkeypatch):
     device.now = num_finished
     flight.drop_finished()
     assert flight.finished == 2 * num_finished
-    assert flight.unfinished() == (None if num_finished == 7 else (2 * num_finished, 2 * num_finished + 2))
+    assert flight.unfinished() == (
+        None if num_finished == 7 else (2 * num_finished, 2 * num_finished + 2)
+    )
 
 
 @pytest.mark.parametrize(("each", "most"), [(5e-5, 0.2), (0.1, 12)])
@@ -124,7 +128,8 @@ def test_a_metric_that_the_next_call_donates():
 
 
 class Fleeting:
-    """An array that the thread of the loop takes away right after another thread has asked it anything."""
+    """An array that the thread of the loop takes away right after another thread has asked it
+    anything."""
 
     def __init__(self, array, take_away):
         self._array, self._take_away = array, take_away
@@ -142,9 +147,12 @@ class Fleeting:
         return asked
 
 
-@pytest.mark.parametrize("take_away", [jax.jit(lambda x: x + 1, donate_argnums=0), lambda x: x.delete()])
+@pytest.mark.parametrize(
+    "take_away", [jax.jit(lambda x: x + 1, donate_argnums=0), lambda x: x.delete()]
+)
 def test_a_thread_that_watches_asks_no_array_that_may_be_taken_away(take_away, monkeypatch):
-    """JAX crashes if an array that was deleted is asked whether it is ready, and raises if it was donated."""
+    """JAX crashes if an array that was deleted is asked whether it is ready, and raises if it was
+    donated."""
     monkeypatch.setattr(in_flight, "_find_result", lambda state, metrics: metrics)
     flight = InFlight()
     flight.add(0, 1, None, Fleeting(jax.jit(jnp.negative)(1.0), take_away))
@@ -165,7 +173,12 @@ def test_a_signal_while_the_loop_waits_for_the_device(tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(InFlight, "make_room", make_room)
-    monkeypatch.setattr(InFlight, "is_check_due", property(lambda self: True, lambda self, value: None), raising=False)
+    monkeypatch.setattr(
+        InFlight,
+        "is_check_due",
+        property(lambda self: True, lambda self, value: None),
+        raising=False,
+    )
     with pytest.raises(jstep.Preempted, match="after step 5, which is saved"):
         train(50, [], checkpoint_dir=tmp_path)
     assert jstep.Saver(tmp_path).all_steps() == [5]
@@ -186,7 +199,9 @@ def test_progress_counts_finished_steps_and_waits_for_none(monkeypatch):
     monkeypatch.setattr(in_flight, "_find_result", lambda state, metrics: metrics["loss"])
     read = []
     monkeypatch.setattr(
-        numbers, "read_values", lambda values: read.append(values) or {k: v.value for k, v in values.items()}
+        numbers,
+        "read_values",
+        lambda values: read.append(values) or {k: v.value for k, v in values.items()},
     )
     file = Terminal()
     hook = jstep.ProgressHook(last_step=100, every_n_secs=0, file=file, clock=Clock())

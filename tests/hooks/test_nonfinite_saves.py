@@ -1,4 +1,5 @@
-"""A run whose parameters became NaN or infinite ends where a checkpoint is due, and what its Savers allow."""
+"""A run whose parameters became NaN or infinite ends where a checkpoint is due, and what its Savers
+allow."""
 
 import functools
 import json
@@ -21,17 +22,25 @@ BAD = 25  # this batch is NaN
 @functools.cache
 def optimizer_and_step(kind):
     optimizer = jstep.skip_nonfinite(jstep.adamw(1e-2)) if kind == "skipped" else jstep.adamw(1e-2)
-    return optimizer, jstep.minimize(lambda params, x: jnp.mean((x @ params["net"]["w"] - 1.0) ** 2), optimizer)
+    return optimizer, jstep.minimize(
+        lambda params, x: jnp.mean((x @ params["net"]["w"] - 1.0) ** 2), optimizer
+    )
 
 
 def run(last_step=60, *, at=BAD, value=math.nan, params=None, kind="plain", **options):
     optimizer, step = optimizer_and_step(kind)
-    state = jstep.TrainState.create(params or {"a": jnp.ones(2), "net": {"w": jnp.zeros((3, 1))}}, optimizer)
+    state = jstep.TrainState.create(
+        params or {"a": jnp.ones(2), "net": {"w": jnp.zeros((3, 1))}}, optimizer
+    )
 
     def batches(n):
         return np.full((8, 3), value if n == at else 1.0, np.float32)
 
-    options = {"save_checkpoint_steps": 10, "save_checkpoint_secs": None, "progress": False} | options
+    options = {
+        "save_checkpoint_steps": 10,
+        "save_checkpoint_secs": None,
+        "progress": False,
+    } | options
     return jstep.train(step, state, batches, last_step, **options)
 
 
@@ -59,7 +68,8 @@ def test_the_run_ends_where_the_first_checkpoint_is_due(tmp_path, value, steps_p
     assert steps(tmp_path) == [10, 20]
     assert all(finite(tmp_path, step) for step in (10, 20))
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    with pytest.raises(jstep.NanLossDuringTrainingError, match="at step 30"):  # a restart meets the same batch
+    with pytest.raises(jstep.NanLossDuringTrainingError, match="at step 30"):
+        # A restart meets the same batch.
         run(checkpoint_dir=tmp_path)
     state = run(checkpoint_dir=tmp_path, at=None)
     assert jnp.isfinite(state.params["net"]["w"]).all()
@@ -80,7 +90,10 @@ def test_what_was_not_finite_when_the_run_began_does_not_count(tmp_path, value):
     run(20, params=params, hooks=[hook], checkpoint_dir=tmp_path)
     assert steps(tmp_path) == [10, 20]
     assert [finite(tmp_path, step) for step in (10, 20)] == [True, True]
-    with pytest.raises(jstep.NanLossDuringTrainingError, match=r"step 30.*is due: params/net/w contains NaN\."):
+    with pytest.raises(
+        jstep.NanLossDuringTrainingError,
+        match=r"step 30.*is due: params/net/w contains NaN\.",
+    ):
         run(params=params, checkpoint_dir=tmp_path)
 
 
@@ -89,7 +102,8 @@ def test_allow_nonfinite_saves_them_and_keeps_the_newest_finite_checkpoint(tmp_p
         run(70, checkpoint_dir=saver)
         assert saver.all_steps() == [20, 60, 70]
     assert [finite(tmp_path, step) for step in (20, 60, 70)] == [True, False, False]
-    with jstep.Saver(tmp_path, max_to_keep=1, allow_nonfinite=True) as saver:  # another Saver reads the manifests
+    with jstep.Saver(tmp_path, max_to_keep=1, allow_nonfinite=True) as saver:
+        # Another Saver reads the manifests.
         saver.save(saver.restore(run(1, at=None), step=70).replace(global_step=jnp.int32(80)))
         saver.wait()
         assert saver.all_steps() == [20, 80]
@@ -118,7 +132,13 @@ def interrupted(step, state, metrics):
 @pytest.mark.parametrize("allow", [False, True])
 @pytest.mark.parametrize("hook", [interrupted, raising(KeyError("mine"))], ids=["signal", "error"])
 def test_a_signal_or_an_error_elsewhere_saves_only_what_is_allowed(tmp_path, hook, allow):
-    expected = KeyError if hook is not interrupted else jstep.Preempted if allow else jstep.NanLossDuringTrainingError
+    expected = (
+        KeyError
+        if hook is not interrupted
+        else jstep.Preempted
+        if allow
+        else jstep.NanLossDuringTrainingError
+    )
     with jstep.Saver(tmp_path, allow_nonfinite=allow) as saver:
         with pytest.raises(expected) as caught:
             run(hooks=[jstep.every(27, hook)], checkpoint_dir=saver)
@@ -154,7 +174,7 @@ try:
 except jstep.NanLossDuringTrainingError as error:
     print("raised", error.step, "params/" in str(error), int(jstep.global_step(error.state)))
 saver.close()
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.thorough

@@ -76,11 +76,19 @@ def test_a_hook_with_a_directory_can_be_used_in_several_runs(tmp_path):
 def test_summaries_of_metrics_and_of_the_state():
     writer = Writer()
     hook = jstep.SummarySaverHook(
-        writer, save_steps=2, histograms=["params/*", "slots/momentum/*"], leave_out=lambda: {"beta"}
+        writer,
+        save_steps=2,
+        histograms=["params/*", "slots/momentum/*"],
+        leave_out=lambda: {"beta"},
     )
     run = FakeRun(hook, state_at())
     summary = jstep.summary.scalar("made/in/the/step", 1.0, collections=())
-    metrics = {"loss": jnp.float32(1), "beta": jnp.float32(0.9), "summary": summary, "vector": jnp.ones(2)}
+    metrics = {
+        "loss": jnp.float32(1),
+        "beta": jnp.float32(0.9),
+        "summary": summary,
+        "vector": jnp.ones(2),
+    }
     for step in range(1, 5):
         run.after_step(step, state_at(), metrics)
     tags = ("loss", "made/in/the/step"), ("params/w", "slots/momentum/w")
@@ -99,7 +107,9 @@ def test_without_metrics_there_is_no_summary():
 def test_evaluation_hook_evaluates_when_due_and_at_the_end(caplog):
     caplog.set_level(logging.INFO)
     writer = Writer()
-    hook = jstep.EvaluationHook(lambda state: {"w": state.params["w"].sum()}, every_n_steps=10, prefix="validation")
+    hook = jstep.EvaluationHook(
+        lambda state: {"w": state.params["w"].sum()}, every_n_steps=10, prefix="validation"
+    )
     run = FakeRun(hook, state_at())
     run.shared[jstep.summary.SummaryWriter] = writer
     for step in (5, 10, 15):

@@ -43,13 +43,19 @@ def as_saved(*records):
             [Kept("a"), Kept("b")],
             [Kept("1")],
             [None],
-            ["hooks: the checkpoint has 2 state(s) of Kept, and the run has 1 of them: they start fresh"],
+            [
+                "hooks: the checkpoint has 2 state(s) of Kept, and the run has 1 of them: "
+                "they start fresh"
+            ],
         ),
         (
             [Other("a"), Kept("b")],
             [Kept("1")],
             ["b"],
-            ["hooks: the checkpoint has 1 state(s) of Other, and the run has 0 of them: their state is dropped"],
+            [
+                "hooks: the checkpoint has 1 state(s) of Other, and the run has 0 of them: "
+                "their state is dropped"
+            ],
         ),
         ([Other("a", key="mine"), Kept("b")], [Kept("1"), Kept("2", key="mine")], ["b", "a"], []),
     ],
@@ -84,7 +90,9 @@ def test_what_is_no_record_of_states(saved, caplog):
     hook = Kept("1", ends=True)
     assert set_states([hook], saved, "callbacks") is False
     assert hook.got is None
-    assert caplog.messages == ["callbacks: their states in the checkpoint cannot be read: all start fresh"]
+    assert caplog.messages == [
+        "callbacks: their states in the checkpoint cannot be read: all start fresh"
+    ]
 
 
 def test_states_that_are_plain_or_cannot_be_decoded_or_kept():
@@ -99,7 +107,10 @@ def test_states_that_are_plain_or_cannot_be_decoded_or_kept():
     assert text.startswith("callbacks: the checkpoint's state of Kept cannot be decoded (")
     assert text.endswith("); it was not saved by jstep, or was changed")
     hook.get_state = lambda: [collections.deque()]
-    with pytest.raises(TypeError, match=r"hooks: the state of Kept cannot be kept .*: get_state\(\)\[0\] is a value"):
+    with pytest.raises(
+        TypeError,
+        match=r"hooks: the state of Kept cannot be kept .*: get_state\(\)\[0\] is a value",
+    ):
         get_states([hook])
     hook.get_state = lambda: 1 // 0
     with pytest.raises(ZeroDivisionError) as failed:
@@ -131,7 +142,16 @@ NEWER = {
     "a tag": later(OF_HISTORY, state={"sums": {"$table": []}}),
     "a part of an array": later(
         OF_HISTORY,
-        state={"sums": {"$array": {"dtype": "<i8", "shape": [1], "data": {"$bytes": "AQAAAAAAAAA="}, "order": 1}}},
+        state={
+            "sums": {
+                "$array": {
+                    "dtype": "<i8",
+                    "shape": [1],
+                    "data": {"$bytes": "AQAAAAAAAAA="},
+                    "order": 1,
+                }
+            }
+        },
     ),
 }
 NAMED = {
@@ -150,20 +170,26 @@ def test_what_a_later_version_saved_is_refused(case):
     with pytest.raises(jstep.UnsupportedFormatError) as caught:
         set_states(hooks, NEWER[case])
     text = str(caught.value)
-    assert "The checkpoint is intact, and was written by jstep 7.8.9: install that or a later one" in text
+    assert (
+        "The checkpoint is intact, and was written by jstep 7.8.9: install that or a later one"
+    ) in text
     assert NAMED.get(case, "hooks: their record in the checkpoint has") in text
 
 
 def test_notes_are_ignored_and_a_missing_field_has_its_default():
     hook = Early("loss")
-    state = {"metric": "loss", "mode": "min", "best": 0.5, "stopped_at": None, "cooling": 0}  # without `bad`
+    # A state without `bad`.
+    state = {"metric": "loss", "mode": "min", "best": 0.5, "stopped_at": None, "cooling": 0}
     saved = {**as_saved({**of(hook), "state": state, "notes": [1]}), "notes": {"a": 1}}
     set_states([hook], saved)
     assert (hook.best, hook.wait) == (0.5, 0)
 
 
 def test_states_before_the_first_release_are_refused_as_what_they_are():
-    with pytest.raises(jstep.UnsupportedFormatError, match=r"before the first release.*The checkpoint is intact"):
+    with pytest.raises(
+        jstep.UnsupportedFormatError,
+        match=r"before the first release.*The checkpoint is intact",
+    ):
         set_states([Kept("1")], [{"key": "Kept", "class": f"{__name__}.Kept", "state": 1}])
 
 
@@ -198,7 +224,9 @@ def test_what_set_state_raises_names_the_hook():
     hook = Counting("loss")
     with pytest.raises(KeyError) as caught:
         set_states([hook], as_saved({**of(hook), "state": {}}))
-    assert caught.value.__notes__ == ["jstep: hooks: in Counting(loss).set_state(), with its state in the checkpoint"]
+    assert caught.value.__notes__ == [
+        "jstep: hooks: in Counting(loss).set_state(), with its state in the checkpoint"
+    ]
 
 
 # Which states a step and a hook may return, and what the errors advise.
@@ -210,7 +238,9 @@ def test_a_hook_may_return_its_state_or_another_of_the_same_step():
     assert as_hook_result(None, state, 5, "hook") == (False, state)
     assert as_hook_result(np.True_, state, 5, "hook") == (True, state)
     for step in (state.global_step, jnp.copy(state.global_step)):
-        stop, other = as_hook_result(TrainState({"w": jnp.full(3, 7.0)}, state.slots, step), state, 5, "hook")
+        stop, other = as_hook_result(
+            TrainState({"w": jnp.full(3, 7.0)}, state.slots, step), state, 5, "hook"
+        )
         assert not stop
         assert int(other.global_step) == 5
         np.testing.assert_array_equal(other.params["w"], np.full(3, 7.0))
@@ -233,4 +263,7 @@ def test_a_returned_state_has_no_weak_types():
     found = as_returned_state(state.replace(params={"w": weak}), state, 5, "hook returned")
     assert (found.params["w"].weak_type, found.params["w"].tolist()) == (False, [2.0] * 3)
     keyed = state.replace(model_state=jax.random.key(0))  # keys have no weak type
-    assert as_returned_state(keyed.replace(model_state=jax.random.key(1)), keyed, 5, "hook returned") != keyed
+    assert (
+        as_returned_state(keyed.replace(model_state=jax.random.key(1)), keyed, 5, "hook returned")
+        != keyed
+    )

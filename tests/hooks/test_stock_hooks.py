@@ -33,7 +33,9 @@ def test_stop_at_step():
 def test_stop_at_step_says_once_why_the_run_ends(step, caplog):
     caplog.set_level("INFO", "jstep")
     train([jstep.StopAtStepHook(**{step: 3})])
-    assert [line for line in caplog.messages if "stopping" in line] == [f"step 3: StopAtStepHook({step}=3); stopping"]
+    assert [line for line in caplog.messages if "stopping" in line] == [
+        f"step 3: StopAtStepHook({step}=3); stopping"
+    ]
 
 
 # NanLossHook
@@ -54,7 +56,9 @@ def test_nan_is_detected_an_interval_later_with_its_step(bad, at, detected):
     values = [1.0] * 20
     values[at - 1] = bad
     assert losses(run, values[: detected - 1]) is None
-    with pytest.raises(jstep.NanLossDuringTrainingError, match=f"at step {at} .the update {at - 1} → {at}.") as caught:
+    with pytest.raises(
+        jstep.NanLossDuringTrainingError, match=f"at step {at} .the update {at - 1} → {at}."
+    ) as caught:
         losses(run, values[detected - 1 :], start=detected - 1)
     assert caught.value.step == at
 
@@ -65,12 +69,16 @@ def test_nan_is_detected_an_interval_later_with_its_step(bad, at, detected):
 @pytest.fixture
 def traced(monkeypatch):
     events = []
-    monkeypatch.setattr(jax.profiler, "start_trace", lambda logdir: events.append(("start", logdir)))
+    monkeypatch.setattr(
+        jax.profiler, "start_trace", lambda logdir: events.append(("start", logdir))
+    )
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: events.append("stop"))
     return events
 
 
-@pytest.mark.parametrize(("start", "expected"), [(0, [5, 8]), (5, ["begin", 8]), (6, ["begin", 8]), (8, []), (20, [])])
+@pytest.mark.parametrize(
+    ("start", "expected"), [(0, [5, 8]), (5, ["begin", 8]), (6, ["begin", 8]), (8, []), (20, [])]
+)
 def test_profiler_traces_the_given_steps(traced, start, expected):
     hook, seen = jstep.ProfilerHook("logs", start_step=5, stop_step=8), []
     run = FakeRun(hook, state_at(start), start)
@@ -120,7 +128,9 @@ def test_each_call_is_marked_in_a_trace(steps_per_call, tmp_path):
 def test_nothing_is_marked_without_a_trace(monkeypatch):
     monkeypatch.setattr(jax.profiler, "StepTraceAnnotation", lambda *_, **__: pytest.fail("marked"))
     optimizer, step = number()
-    jstep.train(step, jstep.TrainState.create({"w": 0.0}, optimizer), [jnp.ones(())] * 3, 3, log_steps=None)
+    jstep.train(
+        step, jstep.TrainState.create({"w": 0.0}, optimizer), [jnp.ones(())] * 3, 3, log_steps=None
+    )
 
 
 @pytest.fixture
@@ -130,7 +140,9 @@ def one_at_a_time(monkeypatch):
 
     def start(logdir):
         if on:
-            raise RuntimeError("Profile has already been started. Only one profile may be run at a time.")
+            raise RuntimeError(
+                "Profile has already been started. Only one profile may be run at a time."
+            )
         on.append(logdir)
 
     def stop():
@@ -181,7 +193,12 @@ def test_a_function_is_called_at_multiples():
         return "result"
 
     hook = jstep.every(3, looks)
-    assert [hook.after_step(step, "state", "metrics") for step in (2, 3, 4, 6)] == [None, "result", None, "result"]
+    assert [hook.after_step(step, "state", "metrics") for step in (2, 3, 4, 6)] == [
+        None,
+        "result",
+        None,
+        "result",
+    ]
     assert seen == [(3, "state", "metrics"), (6, "state", "metrics")]
     assert [hook.next_due(step) for step in (0, 2, 3)] == [3, 3, 6]
     assert repr(hook) == f"every(3, {looks.__qualname__})"

@@ -1,4 +1,5 @@
-"""Time accounting of `train`, with a fake clock that only steps, hooks, batches and callbacks advance."""
+"""Time accounting of `train`, with a fake clock that only steps, hooks, batches and callbacks
+advance."""
 
 import logging
 import os
@@ -26,7 +27,9 @@ class Clock:
 
     def clocks(self):
         return stopwatch.Clocks(
-            seconds=lambda: self.now, wall=lambda: 5000.0 + self.now, seconds_before=lambda: self.before
+            seconds=lambda: self.now,
+            wall=lambda: 5000.0 + self.now,
+            seconds_before=lambda: self.before,
         )
 
     def advancing(self, seconds, result=None):
@@ -57,13 +60,18 @@ class Hook(jstep.Hook):
 
 def train(clock, last_step, hooks=(), **kwargs):
     state = jstep.TrainState.create({"w": 0.0}, OPTIMIZER)
-    # Batches take too small a share of the time to be read in a thread, which would advance the clock during a step.
+    # Batches take too small a share of the time to be read in a thread, which would advance the
+    # clock during a step.
     step, batches = clock.advancing(1.0, STEP), clock.advancing(BATCH, lambda n: jnp.ones(()))
-    return jstep.train(step, state, batches, last_step, hooks=hooks, **({"progress": False} | kwargs))
+    return jstep.train(
+        step, state, batches, last_step, hooks=hooks, **({"progress": False} | kwargs)
+    )
 
 
 def test_seconds_of_each_part_and_their_sum(clock, tmp_path):
-    evaluate = jstep.EvaluationHook(clock.advancing(10.0, lambda state: {"w": 1.0}), every_n_steps=5)
+    evaluate = jstep.EvaluationHook(
+        clock.advancing(10.0, lambda state: {"w": 1.0}), every_n_steps=5
+    )
     train(clock, 10, [Hook(clock), evaluate], checkpoint_dir=tmp_path, save_checkpoint_steps=5)
     found = jstep.goodput(tmp_path)
     assert found.parts == {
@@ -87,7 +95,11 @@ def test_the_line_of_the_start_has_the_seconds_before_the_call(clock, caplog):
     for before, words in ((30.7, "; the program took 30.7 s before the run"), (0.0, "")):
         clock.before = before
         train(clock, 2, progress=None)
-        (line,) = [record.getMessage() for record in caplog.records if "first step after" in record.getMessage()]
+        (line,) = [
+            record.getMessage()
+            for record in caplog.records
+            if "first step after" in record.getMessage()
+        ]
         assert line.startswith("first step after 1.0 s: ")
         assert line.partition(";")[2] == words.removeprefix(";")
         caplog.clear()
@@ -112,7 +124,9 @@ def test_what_hooks_wait_for_between_steps_is_their_time(clock, tmp_path):
 
 def test_steps_in_progress_at_an_evaluation_are_productive(clock, tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "block_until_ready", clock.advancing(4.0))
-    evaluate = jstep.EvaluationHook(clock.advancing(10.0, lambda state: {"w": 1.0}), every_n_steps=5)
+    evaluate = jstep.EvaluationHook(
+        clock.advancing(10.0, lambda state: {"w": 1.0}), every_n_steps=5
+    )
     train(clock, 9, [evaluate], logdir=tmp_path, save_summaries_steps=None, log_steps=None)
     found = jstep.goodput(tmp_path)
     assert (found.productive, found.evaluating) == (8.0 + 2 * 4.0, 20.0)  # at step 5 and at the end
@@ -127,7 +141,9 @@ def test_a_later_compilation_is_not_productive(traces, tmp_path, monkeypatch):
     def compile_slowly(self, *args, **kwargs):
         if (2,) in seen:
             time.sleep(1.0)
-            jax.monitoring.record_event_duration_secs("/jax/core/compile/backend_compile_duration", 1.0)
+            jax.monitoring.record_event_duration_secs(
+                "/jax/core/compile/backend_compile_duration", 1.0
+            )
         return compile_it(self, *args, **kwargs)
 
     def loss(params, x):
@@ -155,7 +171,13 @@ def test_lost_steps_are_rewound_and_the_pause_is_down(clock, tmp_path):
     clock.before = 0.0
     train(clock, 4, logdir=tmp_path)  # there is no checkpoint to resume from
     found = jstep.goodput(tmp_path)
-    assert (found.productive, found.rewound, found.down, found.starts, found.steps) == (3.0, 7.0, 100.0, 2, 4)
+    assert (found.productive, found.rewound, found.down, found.starts, found.steps) == (
+        3.0,
+        7.0,
+        100.0,
+        2,
+        4,
+    )
     assert found.total == clock.now - 1000.0 + 3.0
 
 
@@ -165,7 +187,8 @@ def test_a_run_without_directories_writes_nothing(clock, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-# Time in which stock hooks wait for steps that the device has not finished counts as steps, by a clock of the test.
+# Time in which stock hooks wait for steps that the device has not finished counts as steps, by a
+# clock of the test.
 
 OPTIMIZER_OF_HOOKS = jstep.gradient_descent(0.1)
 HOOKS = {
@@ -192,11 +215,15 @@ class Device:
         wait_for = jax.block_until_ready
         read = numbers.read_values
         totals = intervals.Interval.totals.fget
-        clocks = stopwatch.Clocks(seconds=lambda: self.now, wall=lambda: self.now, seconds_before=lambda: 0.0)
+        clocks = stopwatch.Clocks(
+            seconds=lambda: self.now, wall=lambda: self.now, seconds_before=lambda: 0.0
+        )
         monkeypatch.setattr(stopwatch, "CLOCKS", clocks)
         monkeypatch.setattr(numbers, "is_ready", lambda values: False)
         monkeypatch.setattr(intervals.Interval, "is_ready", lambda interval: False)
-        monkeypatch.setattr(intervals.Interval, "totals", property(lambda interval: self.waited(totals, interval)))
+        monkeypatch.setattr(
+            intervals.Interval, "totals", property(lambda interval: self.waited(totals, interval))
+        )
 
         def read_slowly(values):  # constants of the program are on the host
             is_waited_for = any(isinstance(value, jax.Array) for value in values.values())

@@ -21,7 +21,14 @@ optimizer, train_step = number()
 def train(last_step, *hooks, batches=None, **options):
     state = jstep.TrainState.create({"w": 0.0}, optimizer)
     options = {"log_steps": None} | options
-    return jstep.train(train_step, state, batches or (lambda step: jnp.float32(1.0)), last_step, hooks=hooks, **options)
+    return jstep.train(
+        train_step,
+        state,
+        batches or (lambda step: jnp.float32(1.0)),
+        last_step,
+        hooks=hooks,
+        **options,
+    )
 
 
 def saving(tmp_path, every=5, **options):
@@ -57,7 +64,16 @@ def test_each_kept_checkpoint_is_told_when_it_is_there(tmp_path):
 
     def look(step, path):
         with jstep.Saver(os.path.dirname(path)) as saver:
-            seen.append((step, int(saver.restore(jstep.TrainState.create({"w": 0.0}, optimizer), step).global_step)))
+            seen.append(
+                (
+                    step,
+                    int(
+                        saver.restore(
+                            jstep.TrainState.create({"w": 0.0}, optimizer), step
+                        ).global_step
+                    ),
+                )
+            )
 
     hook = Told(look)
     train(12, hook, **saving(tmp_path))
@@ -128,7 +144,9 @@ def test_keep_best_waits_and_tells(tmp_path):
         found.append((step, os.path.basename(path), os.path.isdir(path)))
 
     best = jstep.KeepBest(tmp_path / "best", "w", mode="max")
-    evaluation = jstep.EvaluationHook(lambda state: {"w": float(state.params["w"])}, every_n_steps=2, callbacks=[best])
+    evaluation = jstep.EvaluationHook(
+        lambda state: {"w": float(state.params["w"])}, every_n_steps=2, callbacks=[best]
+    )
     train(6, Told(slowly), evaluation)
     assert found == [(2, "best-2", True), (4, "best-4", True), (6, "best-6", True)]
 
@@ -168,12 +186,19 @@ def test_failed_gets_the_very_exception_when_all_is_saved(error, tmp_path):
     seen = []
 
     def look(step, found):
-        seen.append((list(found.__notes__), int(found.state.global_step), os.path.isdir(tmp_path / "run" / "model-5")))
+        seen.append(
+            (
+                list(found.__notes__),
+                int(found.state.global_step),
+                os.path.isdir(tmp_path / "run" / "model-5"),
+            )
+        )
 
     hook = Told(failed=look)
     with pytest.raises(error) as found:
         train(20, hook, jstep.every(1, fail), **saving(tmp_path))
-    assert [call[0] for call in hook.calls] == ["saved", "failed", "closed"]  # nothing of the iteration is saved
+    # Nothing of the iteration is saved.
+    assert [call[0] for call in hook.calls] == ["saved", "failed", "closed"]
     assert hook.calls[1] == ("failed", 7, found.value)
     assert seen[0][1:] == (7, True)
     assert seen[0][0]
@@ -191,7 +216,13 @@ def test_failed_gets_the_very_exception_of_a_loader_when_all_is_saved(error, tmp
     seen = []
 
     def look(step, found):
-        seen.append((list(found.__notes__), int(found.state.global_step), os.path.isdir(tmp_path / "run" / "model-7")))
+        seen.append(
+            (
+                list(found.__notes__),
+                int(found.state.global_step),
+                os.path.isdir(tmp_path / "run" / "model-7"),
+            )
+        )
 
     hook = Told(failed=look)
     with pytest.raises(error) as found:
@@ -233,7 +264,10 @@ def test_what_saved_raises_ends_no_run(tmp_path, caplog):
     def fail(step, path):
         raise OSError(f"no bucket at {step}")
 
-    with caplog.at_level(logging.WARNING, "jstep"), pytest.raises(OSError, match="no bucket at 10") as found:
+    with (
+        caplog.at_level(logging.WARNING, "jstep"),
+        pytest.raises(OSError, match="no bucket at 10") as found,
+    ):
         train(10, Told(fail), **saving(tmp_path))
     assert int(found.value.state.global_step) == 10
     assert "Told.saved(5, " in caplog.text
@@ -257,7 +291,10 @@ def failing(kind, text):
 
 def test_where_a_run_fails_its_error_stays(tmp_path):
     names = ["saved", "failed", "closed"]
-    hook, stop = Told(*(failing(OSError, name) for name in names)), jstep.every(6, raising(ValueError("stop")))
+    hook, stop = (
+        Told(*(failing(OSError, name) for name in names)),
+        jstep.every(6, raising(ValueError("stop"))),
+    )
     with pytest.raises(ValueError, match="stop") as found:
         train(10, hook, stop, **saving(tmp_path))
     notes = [note for note in found.value.__notes__ if note.startswith("Additionally")]
@@ -268,7 +305,10 @@ def test_after_success_the_first_error_of_closed_is_raised():
     hooks = [Told(closed=raising(ValueError(name))) for name in "ab"]
     with pytest.raises(ValueError, match="b") as found:
         train(3, *hooks)
-    assert found.value.__notes__ == ["jstep: in Told.closed", "Additionally, ValueError: a\njstep: in Told.closed"]
+    assert found.value.__notes__ == [
+        "jstep: in Told.closed",
+        "Additionally, ValueError: a\njstep: in Told.closed",
+    ]
     assert int(found.value.state.global_step) == 3
     assert [hook.calls for hook in hooks] == [[("closed",)]] * 2
 
@@ -279,7 +319,10 @@ def test_an_exit_of_a_hook_that_closes_reaches_all_hooks_and_hides_no_error(exit
     with pytest.raises(OSError, match="the upload failed") as found:
         train(10, other, leaving, **saving(tmp_path))
     assert other.calls[-1] == ("closed",)
-    assert any(note.startswith(f"Additionally, {type(exit_of_hook).__name__}") for note in found.value.__notes__)
+    assert any(
+        note.startswith(f"Additionally, {type(exit_of_hook).__name__}")
+        for note in found.value.__notes__
+    )
     first, leaving = Told(), Told(failed=raising(exit_of_hook))
     with pytest.raises(ValueError, match="stop"):
         train(10, leaving, first, jstep.every(6, raising(ValueError("stop"))))
@@ -308,7 +351,12 @@ class Log(jstep.Hook):
         self.calls.append(step)
 
     def flush(self):
-        self.calls.append(("flush", sorted(name for name in os.listdir(self._directory) if name.startswith("model-"))))
+        self.calls.append(
+            (
+                "flush",
+                sorted(name for name in os.listdir(self._directory) if name.startswith("model-")),
+            )
+        )
 
     def closed(self):
         self.calls.append("closed")
@@ -321,7 +369,8 @@ def test_flush_comes_before_each_checkpoint_and_close_at_the_end(tmp_path):
     hook = Log(tmp_path / "run")
     train(4, hook, **saving(tmp_path, 2))
     flushes = [call for call in hook.calls if isinstance(call, tuple)]
-    assert [len([name for name in names if name in ("model-2", "model-4")]) for _, names in flushes] == [0, 1]
+    older = [[name for name in names if name in ("model-2", "model-4")] for _, names in flushes]
+    assert [len(names) for names in older] == [0, 1]
     assert hook.calls[-2:] == ["closed", "close"]
     hook = Log(tmp_path / "run")
     with pytest.raises(RuntimeError, match="gone"):
@@ -351,7 +400,9 @@ def test_an_error_of_a_hook_names_it(method, tmp_path):
     with pytest.raises(KeyError) as found:
         train(4, hook, jstep.every(1, lambda *_: {}["x"]), **saving(tmp_path / "other", 1))
     if method in ("closed", "close"):
-        assert f"Additionally, ValueError: disk full\njstep: in Mine.{method}" in found.value.__notes__
+        assert (
+            f"Additionally, ValueError: disk full\njstep: in Mine.{method}" in found.value.__notes__
+        )
 
 
 def test_the_order_of_what_is_called_last():
@@ -362,6 +413,10 @@ def test_the_order_of_what_is_called_last():
 
     methods = {name: method(name) for name in ("closed", "close")}
     train(
-        2, *(type(name, (base,), methods)() for name, base in {"A": jstep.Hook, "B": RunHook, "C": jstep.Hook}.items())
+        2,
+        *(
+            type(name, (base,), methods)()
+            for name, base in {"A": jstep.Hook, "B": RunHook, "C": jstep.Hook}.items()
+        ),
     )
     assert calls == ["B close", "C closed", "C close", "B closed", "A closed", "A close"]

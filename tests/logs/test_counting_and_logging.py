@@ -22,7 +22,9 @@ from jstep.metering import in_flight
 def test_the_contents_of_a_line(caplog):
     caplog.set_level(logging.DEBUG, logger="jstep")
     counter = jstep.StepCounterHook(every_n_steps=10)
-    hook = jstep.LoggingHook(every_n_steps=10, leave_out=lambda: {"beta1", "learning_rate"}, level=logging.DEBUG)
+    hook = jstep.LoggingHook(
+        every_n_steps=10, leave_out=lambda: {"beta1", "learning_rate"}, level=logging.DEBUG
+    )
     run = FakeRun(hook, state_at())
     run.shared[jstep.StepCounterHook] = counter
     use_run(counter, run)
@@ -41,9 +43,9 @@ def test_the_contents_of_a_line(caplog):
     hook.end(10, state_at())
     (record,) = caplog.records
     assert record.levelno == logging.DEBUG
-    assert (
-        record.getMessage()
-        == "step 10  loss 0.125  learning_rate 0.001  accuracy 0.5  host 2  tokens 1234567  (812.3 steps/s)"
+    assert record.getMessage() == (
+        "step 10  loss 0.125  learning_rate 0.001  accuracy 0.5  "
+        "host 2  tokens 1234567  (812.3 steps/s)"
     )
 
 
@@ -95,13 +97,16 @@ def test_log_every_n_counts_by_line(caplog):
         jstep.log_every_n(logging.INFO, "here %d", 3, i)
         jstep.log_every_n("warning", "there %d", 5, i)
         jstep.log_every_n(logging.INFO, "of even ones %d", 4, i)
-    expected = ["here 0", "there 0", "of even ones 0", "here 3", "of even ones 4", "there 5", "here 6"]
+    expected = [
+        "here 0", "there 0", "of even ones 0", "here 3", "of even ones 4", "there 5", "here 6",
+    ]  # fmt: skip
     assert lines(caplog) == expected
     assert {record.filename for record in caplog.records} == {"test_counting_and_logging.py"}
     assert [record.levelno for record in caplog.records][:2] == [logging.INFO, logging.WARNING]
 
 
-# `StepCounterHook` counts steps that the device has finished, not those that the loop has dispatched.
+# `StepCounterHook` counts steps that the device has finished, not those that the loop has
+# dispatched.
 
 
 class PointRecorder:
@@ -114,7 +119,9 @@ class PointRecorder:
 
 @pytest.fixture
 def hook_run_clock_and_writer(monkeypatch):
-    monkeypatch.setattr(in_flight, "_find_result", lambda state, metrics: metrics["loss"] if metrics else state)
+    monkeypatch.setattr(
+        in_flight, "_find_result", lambda state, metrics: metrics["loss"] if metrics else state
+    )
     clock, writer = Clock(), PointRecorder()
     hook = jstep.StepCounterHook(every_n_steps=10, summary_writer=writer, clock=clock)
     return hook, FakeRun(hook, state_at()), clock, writer
@@ -153,7 +160,8 @@ def test_the_rate_is_correct_when_the_loop_is_far_ahead(hook_run_clock_and_write
     assert [step for step, _ in writer.points] == [10, 20, 30, 40]
     rates = [rate for _, rate in writer.points]
     assert rates[:3] == pytest.approx([1.0] * 3)
-    assert rates[3] == pytest.approx(0.5)  # step 30 finished at an unknown time in these 20 s: a lower bound
+    # Step 30 finished at an unknown time in these 20 s: a lower bound.
+    assert rates[3] == pytest.approx(0.5)
 
 
 def test_a_custom_counter_replaces_the_stock_one(tmp_path, caplog):
@@ -165,7 +173,9 @@ def test_a_custom_counter_replaces_the_stock_one(tmp_path, caplog):
         points = []
         for path in (tmp_path / run).glob("events.*"):
             for event in jstep.summary.summary_iterator(path):
-                points += [event.step for value in event.summary.value if value.tag == "global_step/sec"]
+                points += [
+                    event.step for value in event.summary.value if value.tag == "global_step/sec"
+                ]
         assert points == [4, 8]
     lines = [record.getMessage() for record in caplog.records]
     assert any(line.endswith(f"{hook.steps_per_sec:.4g} steps/s)") for line in lines)
@@ -206,7 +216,9 @@ def run(hooks, progress):
     optimizer = jstep.gradient_descent(0.1)
     state = jstep.TrainState.create({"w": 1.0}, optimizer)
     train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
-    jstep.train(train_step, state, lambda n: jnp.ones(()), last_step=4, hooks=hooks, progress=progress)
+    jstep.train(
+        train_step, state, lambda n: jnp.ones(()), last_step=4, hooks=hooks, progress=progress
+    )
 
 
 def test_a_log_line_does_not_overlap_the_progress_bar(capsys):

@@ -1,4 +1,5 @@
-"""`FingerprintHook` on several processes: fingerprints do not depend on their number, and all stop together."""
+"""`FingerprintHook` on several processes: fingerprints do not depend on their number, and all stop
+together."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""`FingerprintHook`: its log is complete before a checkpoint, and compared when a step is run again; lines of logs."""
+"""`FingerprintHook`: its log is complete before a checkpoint, and compared when a step is run
+again; lines of logs."""
 
 import json
 import logging
@@ -38,10 +39,15 @@ def test_lines_contain_the_fingerprints_of_the_states(tmp_path):
     class Recorder(jstep.Hook):
         def after_step(self, step, state, metrics):
             leaves = jstep.fingerprint(state, per_leaf=True)
-            states[step] = as_hex(jstep.fingerprint(state)), {path: as_hex(pair) for path, pair in leaves.items()}
+            states[step] = (
+                as_hex(jstep.fingerprint(state)),
+                {path: as_hex(pair) for path, pair in leaves.items()},
+            )
 
     run(7, Recorder(), jstep.FingerprintHook(every_n_steps=3, path=path))
-    assert lines(path) == [{"step": n, "state": states[n][0], "leaves": states[n][1]} for n in (3, 6)]
+    assert lines(path) == [
+        {"step": n, "state": states[n][0], "leaves": states[n][1]} for n in (3, 6)
+    ]
     assert set(states[3][1]) == {"params/w", "slots/momentum/w", "global_step"}
 
 
@@ -57,7 +63,11 @@ def as_hex(pair):
 def test_a_resumed_run_writes_the_same_lines(tmp_path, caplog):
     run(8, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "uninterrupted"))
     for last in (4, 8):
-        run(last, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log"), checkpoint_dir=tmp_path / "ckpt")
+        run(
+            last,
+            jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log"),
+            checkpoint_dir=tmp_path / "ckpt",
+        )
     assert (tmp_path / "log").read_text() == (tmp_path / "uninterrupted").read_text()
     assert "different result" not in caplog.text
 
@@ -67,8 +77,16 @@ def test_a_divergence_is_logged_with_step_and_leaves(tmp_path, caplog):
     run(6, jstep.FingerprintHook(every_n_steps=2, path=path))
     before = lines(path)
     with caplog.at_level(logging.WARNING, "jstep"):
-        run(6, jstep.FingerprintHook(every_n_steps=2, path=path), batches=lambda step: batch(step + (step >= 3)))
-    (four, six) = [record.getMessage() for record in caplog.records if "different result" in record.getMessage()]
+        run(
+            6,
+            jstep.FingerprintHook(every_n_steps=2, path=path),
+            batches=lambda step: batch(step + (step >= 3)),
+        )
+    (four, six) = [
+        record.getMessage()
+        for record in caplog.records
+        if "different result" in record.getMessage()
+    ]
     assert four.startswith("step 4 was repeated with a different result")
     assert "params/w" in four
     assert "slots/momentum" in four
@@ -76,7 +94,11 @@ def test_a_divergence_is_logged_with_step_and_leaves(tmp_path, caplog):
     assert "step 6" in six
     assert len(lines(path)) == 6  # the last line of a step counts; earlier ones are kept
     caplog.clear()
-    run(6, jstep.FingerprintHook(every_n_steps=2, path=path), batches=lambda step: batch(step + (step >= 3)))
+    run(
+        6,
+        jstep.FingerprintHook(every_n_steps=2, path=path),
+        batches=lambda step: batch(step + (step >= 3)),
+    )
     assert "different result" not in caplog.text
     assert lines(path)[:3] == before
 
@@ -84,7 +106,9 @@ def test_a_divergence_is_logged_with_step_and_leaves(tmp_path, caplog):
 def test_on_divergence_raise_ends_the_run_before_a_checkpoint(tmp_path):
     path = tmp_path / "log"
     run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
-    with pytest.raises(jstep.DivergenceError, match="step 2 was repeated with a different result") as caught:
+    with pytest.raises(
+        jstep.DivergenceError, match="step 2 was repeated with a different result"
+    ) as caught:
         run(
             4,
             jstep.FingerprintHook(every_n_steps=2, path=path, on_divergence="raise"),
@@ -100,7 +124,11 @@ def test_on_divergence_raise_ends_the_run_before_a_checkpoint(tmp_path):
 def test_a_divergence_without_leaves_is_logged(tmp_path, caplog):
     run(2, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log", per_leaf=False))
     with caplog.at_level(logging.WARNING, "jstep"):
-        run(2, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log"), batches=lambda step: batch(step + 1))
+        run(
+            2,
+            jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "log"),
+            batches=lambda step: batch(step + 1),
+        )
     assert "which leaves differ is not known" in caplog.text
 
 
@@ -120,7 +148,10 @@ def test_lines_of_a_later_version_are_refused_as_what_they_are(tmp_path, capsys)
     run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
     first, second = path.read_text().splitlines(keepends=True)
     path.write_text(first + second.replace("{", '{"version": 2, ', 1))
-    said = r"log'.* got version 2 in line 2, which a later jstep wrote; install that one, or give another path"
+    said = (
+        r"log'.* got version 2 in line 2, which a later jstep wrote; "
+        r"install that one, or give another path"
+    )
     with pytest.raises(ValueError, match=said):
         run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
     assert main(["diff", str(path), str(path)]) == 2
@@ -164,7 +195,9 @@ def test_a_hook_can_be_used_in_several_runs(tmp_path):
     hook = jstep.FingerprintHook(every_n_steps=2)
     for name in ("a", "b"):
         run(2, hook, logdir=tmp_path / name)
-    assert (tmp_path / "a/fingerprints.jsonl").read_text() == (tmp_path / "b/fingerprints.jsonl").read_text()
+    assert (tmp_path / "a/fingerprints.jsonl").read_text() == (
+        tmp_path / "b/fingerprints.jsonl"
+    ).read_text()
 
 
 # Lines of logs, and differences in words.
@@ -185,7 +218,11 @@ def test_lines_of_a_log_are_read_or_reported(tmp_path):
         [1],
     ]
     good = [Entry(0, A), Entry(3, B, {"w": A}), Entry(0, B, {})]
-    lines = [one.line() for one in good] + [json.dumps(one) + "\n" for one in bad] + ["\n", '{"step": 4, "st']
+    lines = (
+        [one.line() for one in good]
+        + [json.dumps(one) + "\n" for one in bad]
+        + ["\n", '{"step": 4, "st']
+    )
     assert lines[:2] == [
         f'{{"step": 0, "state": "{A}"}}\n',
         f'{{"step": 3, "state": "{B}", "leaves": {{"w": "{A}"}}}}\n',
@@ -208,5 +245,7 @@ def test_differences_of_two_fingerprints():
     assert unknown.text() == "which leaves differ is not known (a log without leaves)"
     found = compare_logs(Entry(3, A, one), Entry(3, B, other))
     assert found == Difference(3, ("a", "c", "d"), ("c",), ("d",))
-    assert found.text() == "3 leaves differ: a, c, d; 2 of them in only one of the two: fingerprints of another model"
+    assert found.text() == (
+        "3 leaves differ: a, c, d; 2 of them in only one of the two: fingerprints of another model"
+    )
     assert Difference(3, ("a",)).text() == "1 leaf differs: a"

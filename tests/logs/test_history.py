@@ -57,12 +57,16 @@ def losses(last_step):
 
 
 def evaluation(every_n_steps, **options):
-    return jstep.EvaluationHook(lambda state: {"w": float(state.params["w"])}, every_n_steps=every_n_steps, **options)
+    return jstep.EvaluationHook(
+        lambda state: {"w": float(state.params["w"])}, every_n_steps=every_n_steps, **options
+    )
 
 
 def run(last_step, history, *hooks, **options):
     options = {"log_steps": None} | options
-    return jstep.train(train_step, make_state(), batch, last_step, hooks=[history, *hooks], **options)
+    return jstep.train(
+        train_step, make_state(), batch, last_step, hooks=[history, *hooks], **options
+    )
 
 
 @pytest.mark.thorough(except_for=["20-auto"])
@@ -74,14 +78,17 @@ def test_rows_are_means_by_hand(interval, steps_per_call):
     expected = sorted({*range(interval, 46, interval), 45})
     assert steps.tolist() == expected
     each, bounds = losses(45), [0, *expected]
-    np.testing.assert_allclose(values, [each[a:b].mean() for a, b in zip(bounds, expected, strict=False)], rtol=1e-5)
+    np.testing.assert_allclose(
+        values, [each[a:b].mean() for a, b in zip(bounds, expected, strict=False)], rtol=1e-5
+    )
     assert history.names == ["loss", "learning_rate", "grad_norm", "rows", "seldom"]
     assert len(history) == len(expected)
 
 
 @pytest.mark.thorough(except_for=["250-steps1", "None-steps2"])
 @pytest.mark.parametrize(
-    ("last_step", "steps"), [(5, [1, 2, 3, 4, 5]), (250, [3, 6, 9, 249, 250]), (None, [100, 200, 250])]
+    ("last_step", "steps"),
+    [(5, [1, 2, 3, 4, 5]), (250, [3, 6, 9, 249, 250]), (None, [100, 200, 250])],
 )
 def test_there_are_about_a_hundred_rows_or_one_every_100_steps(last_step, steps):
     history, batches = jstep.History(), [batch(step) for step in range(last_step or 250)]
@@ -96,7 +103,9 @@ def endless(steps, history, *hooks, **options):
             raise jstep.OutOfRangeError
         return batch(step)
 
-    jstep.train(train_step, make_state(), fetch, None, hooks=[history, *hooks], log_steps=None, **options)
+    jstep.train(
+        train_step, make_state(), fetch, None, hooks=[history, *hooks], log_steps=None, **options
+    )
 
 
 @pytest.mark.thorough(except_for=["150-1-True"])
@@ -120,14 +129,22 @@ def test_without_a_last_step_and_a_path_the_interval_doubles(
     np.testing.assert_allclose(whole["seldom"][1], seldom, rtol=1e-5)
     evaluated = whole["eval/w"][0]
     assert set(evaluated[evaluated <= 256]) == {step // 7 * 7 for step in range(32, 257, 32)}
-    assert [record.getMessage() for record in caplog.records if "earlier ones are merged" in record.getMessage()] == [
-        f"History: from step {step} on, a row is kept every {step // 5} steps; earlier ones are merged (see path)"
+    messages = [record.getMessage() for record in caplog.records]
+    assert [one for one in messages if "earlier ones are merged" in one] == [
+        f"History: from step {step} on, a row is kept every {step // 5} steps; "
+        "earlier ones are merged (see path)"
         for step in (10, 20, 40, 80, 160)
     ]
     options = {"checkpoint_dir": tmp_path, "save_checkpoint_steps": 7, "save_checkpoint_secs": None}
     options["steps_per_call"] = steps_per_call
     with pytest.raises(StopError):
-        endless(301, jstep.History(every_n_steps=1, mean=mean), evaluation(7), stop_at(stopped), **options)
+        endless(
+            301,
+            jstep.History(every_n_steps=1, mean=mean),
+            evaluation(7),
+            stop_at(stopped),
+            **options,
+        )
     again = jstep.History(every_n_steps=1, mean=mean)
     endless(301, again, evaluation(7), **options)
     assert again.rows == whole.rows
@@ -161,16 +178,30 @@ def test_evaluations_are_in_the_rows_of_their_steps():
 @pytest.mark.thorough(except_for=["20-5-True-10-file", "17-6-False-1-checkpoint"])
 @pytest.mark.parametrize("to_file", [False, True], ids=["checkpoint", "file"])
 @pytest.mark.parametrize("steps_per_call", [1, 10])
-@pytest.mark.parametrize(("stopped", "saved", "mean"), [(17, 6, False), (20, 5, True), (9, 100, True), (17, 6, True)])
-def test_a_resumed_run_has_the_rows_of_one_never_stopped(stopped, saved, mean, steps_per_call, to_file, tmp_path):
+@pytest.mark.parametrize(
+    ("stopped", "saved", "mean"), [(17, 6, False), (20, 5, True), (9, 100, True), (17, 6, True)]
+)
+def test_a_resumed_run_has_the_rows_of_one_never_stopped(
+    stopped, saved, mean, steps_per_call, to_file, tmp_path
+):
     path = tmp_path / "whole.jsonl" if to_file else None
     whole = jstep.History(path, every_n_steps=4, mean=mean)
     run(30, whole, evaluation(6), steps_per_call=steps_per_call)
     path = tmp_path / "a" / "history.jsonl" if to_file else None
-    options = {"checkpoint_dir": tmp_path / "run", "save_checkpoint_steps": saved, "save_checkpoint_secs": None}
+    options = {
+        "checkpoint_dir": tmp_path / "run",
+        "save_checkpoint_steps": saved,
+        "save_checkpoint_secs": None,
+    }
     options["steps_per_call"] = steps_per_call
     with pytest.raises(StopError):
-        run(30, jstep.History(path, every_n_steps=4, mean=mean), evaluation(6), stop_at(stopped), **options)
+        run(
+            30,
+            jstep.History(path, every_n_steps=4, mean=mean),
+            evaluation(6),
+            stop_at(stopped),
+            **options,
+        )
     again = jstep.History(path, every_n_steps=4, mean=mean)
     run(30, again, evaluation(6), **options)
     assert again.rows == whole.rows
@@ -203,7 +234,9 @@ def test_a_killed_run_has_each_step_once(at, tmp_path):
     whole = jstep.History(tmp_path / "whole.jsonl", every_n_steps=4)
     run(30, whole, evaluation(6))
     for kill in (at, 0):
-        with forked.start(PROGRAM, pathlib.Path(__file__).parent, kill, env={"WHERE": str(tmp_path)}) as program:
+        with forked.start(
+            PROGRAM, pathlib.Path(__file__).parent, kill, env={"WHERE": str(tmp_path)}
+        ) as program:
             assert program.wait(timeout=100) == (-signal.SIGKILL if kill else 0)
     assert (tmp_path / "h.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
@@ -214,8 +247,15 @@ def test_values_that_are_not_finite_are_strings(tmp_path):
     step = jstep.minimize(lambda params, x: params["w"] * 0 + x, optimizer)
     given = [jnp.float32(value) for value in (1.0, math.nan, math.inf, -math.inf)]
     jstep.train(step, make_state(), given, 4, hooks=[history], log_steps=None)
-    assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [1.0, "nan", "inf", "-inf"]
-    np.testing.assert_array_equal(jstep.History.read(path)["loss"][1], [1.0, math.nan, math.inf, -math.inf])
+    assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [
+        1.0,
+        "nan",
+        "inf",
+        "-inf",
+    ]
+    np.testing.assert_array_equal(
+        jstep.History.read(path)["loss"][1], [1.0, math.nan, math.inf, -math.inf]
+    )
 
 
 def test_a_path_is_written_as_that_of_a_directory(tmp_path, monkeypatch):
@@ -272,6 +312,17 @@ def test_two_histories_with_one_path_are_refused(tmp_path):
     steps = []
     for other in (tmp_path / "rows", tmp_path / "link" / "rows"):
         with pytest.raises(ValueError, match="2 of them are a History with path="):
-            run(4, jstep.History(tmp_path / "rows"), jstep.History(other), jstep.every(1, lambda *_: steps.append(1)))
-    run(4, jstep.History(), jstep.History(), jstep.History(tmp_path / "rows"), jstep.History(tmp_path / "others"))
+            run(
+                4,
+                jstep.History(tmp_path / "rows"),
+                jstep.History(other),
+                jstep.every(1, lambda *_: steps.append(1)),
+            )
+    run(
+        4,
+        jstep.History(),
+        jstep.History(),
+        jstep.History(tmp_path / "rows"),
+        jstep.History(tmp_path / "others"),
+    )
     assert steps == []

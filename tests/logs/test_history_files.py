@@ -50,7 +50,10 @@ def test_rows_of_a_later_version_are_refused_as_what_they_are(tmp_path):
     path = tmp_path / "log.jsonl"
     data = ROW + b'{"step": 6, "version": "2", "loss": [0.5]}\n'
     path.write_bytes(data)
-    said = r"got version 2 in line 2, which a later jstep wrote; install that one, or give another path"
+    said = (
+        r"got version 2 in line 2, which a later jstep wrote; "
+        r"install that one, or give another path"
+    )
     with pytest.raises(ValueError, match=said):
         run(3, jstep.History(path))
     with pytest.raises(ValueError, match=said):
@@ -117,7 +120,9 @@ def test_a_run_that_goes_back_drops_its_rows_also_in_a_renamed_folder(tmp_path, 
     path = tmp_path / "b" / "history.jsonl"
     whole = path.read_bytes()
     with pytest.raises(StopError):
-        run(10, jstep.History(path, every_n_steps=1), NoSave(), stop_at(9), **saving(tmp_path / "b"))
+        run(
+            10, jstep.History(path, every_n_steps=1), NoSave(), stop_at(9), **saving(tmp_path / "b")
+        )
     assert steps(path) == [*range(1, 10)]
     assert whole.startswith(path.read_bytes())
     assert "is now" not in caplog.text
@@ -179,9 +184,14 @@ def disk(monkeypatch):
     return Disk
 
 
-def test_the_error_of_a_full_disk_names_the_file_and_a_later_run_writes_the_rows(disk, tmp_path, caplog):
+def test_the_error_of_a_full_disk_names_the_file_and_a_later_run_writes_the_rows(
+    disk, tmp_path, caplog
+):
     path = tmp_path / "history.jsonl"
-    history, whole = jstep.History(path, every_n_steps=1), jstep.History(tmp_path / "whole.jsonl", every_n_steps=1)
+    history, whole = (
+        jstep.History(path, every_n_steps=1),
+        jstep.History(tmp_path / "whole.jsonl", every_n_steps=1),
+    )
     run(20, whole)
 
     def fill(step, state, metrics):
@@ -209,23 +219,38 @@ def test_a_metric_called_step_has_another_name(tmp_path):
     histories = [jstep.History(path, every_n_steps=1), jstep.History(every_n_steps=1)]
     for last_step in (3, 5):
         state = jstep.TrainState.create({"w": np.float32(1)}, optimizer)
-        jstep.train(step, state, lambda _: np.float32(1), last_step, hooks=histories, **saving(tmp_path / "run"))
+        jstep.train(
+            step,
+            state,
+            lambda _: np.float32(1),
+            last_step,
+            hooks=histories,
+            **saving(tmp_path / "run"),
+        )
     assert histories[0].rows == histories[1].rows == jstep.History.read(path).rows
-    assert [(row["step"], row["step_"]) for row in histories[0].rows] == [(at, 7.0) for at in range(1, 6)]
+    assert [(row["step"], row["step_"]) for row in histories[0].rows] == [
+        (at, 7.0) for at in range(1, 6)
+    ]
     pandas = pytest.importorskip("pandas")
     assert isinstance(histories[0].to_pandas(), pandas.DataFrame)
     assert histories[0].to_pandas().index.tolist() == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
-    "make", [jstep.History, lambda path: jstep.FingerprintHook(every_n_steps=1, path=path)], ids=["history", "bits"]
+    "make",
+    [jstep.History, lambda path: jstep.FingerprintHook(every_n_steps=1, path=path)],
+    ids=["history", "bits"],
 )
 def test_a_file_that_another_run_is_writing_is_refused_before_the_first_step(make, tmp_path):
-    """The rows of the run that goes on are those of a run alone, and the file is free when it has ended."""
+    """The rows of the run that goes on are those of a run alone, and the file is free when it has
+    ended."""
     path, alone, steps_of_others = tmp_path / "log.jsonl", tmp_path / "alone.jsonl", []
 
     def start_another(step, state, metrics):
-        with pytest.raises(ValueError, match=r"log\.jsonl.* another run is writing this file; give each run its own"):
+        with pytest.raises(
+            ValueError,
+            match=r"log\.jsonl.* another run is writing this file; give each run its own",
+        ):
             run(6, make(path), jstep.every(1, lambda step, *_: steps_of_others.append(step)))
 
     run(6, make(path), jstep.every(2, start_another))

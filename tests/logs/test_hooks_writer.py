@@ -54,7 +54,9 @@ def test_hooks_share_one_event_file_without_duplicates(tmp_path):
 
 def test_a_hook_with_a_custom_writer_does_not_replace_the_stock_hook(tmp_path):
     with jstep.summary.SummaryWriter(tmp_path / "own") as writer:
-        run(tmp_path / "run", [jstep.SummarySaverHook(writer, save_steps=1)], save_summaries_steps=4)
+        run(
+            tmp_path / "run", [jstep.SummarySaverHook(writer, save_steps=1)], save_summaries_steps=4
+        )
     assert tags(tmp_path / "own")["loss"] == [1, 2, 3, 4]
     assert tags(tmp_path / "run")["loss"] == [4]
 
@@ -82,7 +84,12 @@ def test_a_skipped_step_leaves_its_histogram_out(guard, kind, tmp_path, caplog):
     state = jstep.train(steps[kind], state, lambda n: jnp.ones(3), 5, steps_per_call=2, **options)
     assert state.global_step == 5
     assert tags(tmp_path)["values"] == [1, 2, 4, 5]
-    assert caplog.text.count("step 3 skipped its update: values of the histogram 'values' are NaN or infinite") == 1
+    assert (
+        caplog.text.count(
+            "step 3 skipped its update: values of the histogram 'values' are NaN or infinite"
+        )
+        == 1
+    )
 
 
 def test_a_skipped_update_of_an_ensemble_leaves_out_the_histogram_of_that_member(tmp_path):
@@ -96,10 +103,14 @@ def test_a_skipped_update_of_an_ensemble_leaves_out_the_histogram_of_that_member
         return jstep.TrainState.create({"w": jnp.full(4, 2.0) + member}, optimizer)
 
     axes = jax.tree.map(lambda _: 0, jax.eval_shape(create, 0)).replace(global_step=None)
-    members = jax.vmap(jstep.minimize(loss, optimizer, jit=False), in_axes=(axes, 0), out_axes=(axes, 0))
+    members = jax.vmap(
+        jstep.minimize(loss, optimizer, jit=False), in_axes=(axes, 0), out_axes=(axes, 0)
+    )
     x = jnp.array([1.0, jnp.nan, 2.0])
     state = jax.vmap(create, out_axes=axes)(jnp.arange(3.0))
-    jstep.train(members, state, lambda n: x, 1, logdir=tmp_path, save_summaries_steps=1, log_steps=None)
+    jstep.train(
+        members, state, lambda n: x, 1, logdir=tmp_path, save_summaries_steps=1, log_steps=None
+    )
     written: list[float] = []
     for path in tmp_path.glob("events*"):
         for event in jstep.summary.summary_iterator(path):
@@ -109,7 +120,8 @@ def test_a_skipped_update_of_an_ensemble_leaves_out_the_histogram_of_that_member
 
 @pytest.mark.thorough
 def test_the_flush_of_a_checkpoint_does_not_wait_for_later_summaries(tmp_path, monkeypatch):
-    """Their arrays may need a process that waits for this checkpoint, or has failed: both waited for ever."""
+    """Their arrays may need a process that waits for this checkpoint, or has failed: both waited
+    for ever."""
     until, flushed = threading.Event(), []
     with jstep.summary.SummaryWriter(str(tmp_path)) as writer:
         writer.add_summary(jstep.summary.scalar("early", 1.0), 1)

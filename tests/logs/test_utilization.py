@@ -39,13 +39,21 @@ STEP = jstep.minimize(loss_fn, OPTIMIZER)
 
 
 def matmul_flops(rows):
-    """Return the FLOPs of the forward pass and of the gradient with respect to w (x needs no gradient)."""
+    """Return the FLOPs of the forward pass and of the gradient with respect to w (x needs no
+    gradient)."""
     return 2 * 2 * rows * SIDE * SIDE
 
 
 def train(hook, step=STEP, data=None, last_step=8, **kwargs):
     kwargs.setdefault("progress", False)
-    return jstep.train(step, state(), batches(last_step) if data is None else data, last_step, hooks=[hook], **kwargs)
+    return jstep.train(
+        step,
+        state(),
+        batches(last_step) if data is None else data,
+        last_step,
+        hooks=[hook],
+        **kwargs,
+    )
 
 
 def counter(**kwargs):
@@ -71,7 +79,8 @@ def test_custom_flops_per_step():
     hook = counter(peak_flops=PEAK, flops_per_step=3e6)
     train(hook)
     assert hook.mfu == pytest.approx(3e6 * hook.steps_per_sec / PEAK)
-    train(hook, step=lambda state, x: STEP(state, x))  # a plain function, which is not traced, in a second run
+    # A second run, with a plain function, which is not traced.
+    train(hook, step=lambda state, x: STEP(state, x))
     assert hook.mfu == pytest.approx(3e6 * hook.steps_per_sec / PEAK)
 
 
@@ -94,7 +103,9 @@ def test_another_thread_may_read_it_while_it_is_measured():
 
 
 def test_a_step_with_rematerialization_reports_hfu():
-    step = jstep.minimize(lambda params, x: jnp.mean(jax.checkpoint(forward)(params, x) ** 2), OPTIMIZER)
+    step = jstep.minimize(
+        lambda params, x: jnp.mean(jax.checkpoint(forward)(params, x) ** 2), OPTIMIZER
+    )
     hook, custom = counter(peak_flops=PEAK), counter(peak_flops=PEAK, flops_per_step=1.0)
     train(hook, step=step)
     assert hook.mfu is None
@@ -105,13 +116,16 @@ def test_a_step_with_rematerialization_reports_hfu():
     step_without_recomputation = jstep.minimize(
         lambda p, x: loss_fn(p, x) + jax.checkpoint(loss_fn)(jax.lax.stop_gradient(p), x), OPTIMIZER
     )
-    train(hook, step=step_without_recomputation)  # uses jax.checkpoint, but nothing is computed twice
+    # This step uses jax.checkpoint, but nothing is computed twice.
+    train(hook, step=step_without_recomputation)
     assert hook.hfu is None
 
 
 def test_flops_follow_stages_and_batch_shapes():
     """Two counted steps have 8 rows and six have 32; the second stage computes a second loss."""
-    double = jstep.minimize(lambda params, x: loss_fn(params, x) + loss_fn(params, 2 * x), OPTIMIZER)
+    double = jstep.minimize(
+        lambda params, x: loss_fn(params, x) + loss_fn(params, 2 * x), OPTIMIZER
+    )
     data = batches(3) + batches(6, rows=32) + batches(8, rows=8)
 
     def measured(**kwargs):
@@ -137,10 +151,14 @@ def test_the_step_is_not_traced_again():
 
 
 def test_flops_are_divided_among_devices():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = jax.make_mesh(
+        (4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4]
+    )
     hook = counter(peak_flops=PEAK)
     sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
-    jstep.train(STEP, state(mesh=mesh), batches(8), 8, hooks=[hook], batch_sharding=sharding, progress=False)
+    jstep.train(
+        STEP, state(mesh=mesh), batches(8), 8, hooks=[hook], batch_sharding=sharding, progress=False
+    )
     assert matmul_flops(8) < 4 * flops_of(hook) < 1.5 * matmul_flops(8)
 
 
@@ -156,7 +174,9 @@ def test_mfu_of_a_device_in_the_table_is_reported(monkeypatch, caplog, tmp_path)
     caplog.set_level(logging.INFO, logger="jstep")
     with patched_peaks(monkeypatch, {"f32": PEAK}):
         jstep.train(STEP, state(), batches(8), 8, log_steps=4, logdir=tmp_path)
-    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")]
+    lines = [
+        record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")
+    ]
     assert re.search(r"steps/s, mfu \S+\)$", lines[-1])
     assert not any("is not known" in record.getMessage() for record in caplog.records)
     tags = {}
@@ -187,7 +207,9 @@ def test_a_cpu_reports_no_utilization_by_default(caplog, monkeypatch):
     assert not added  # no step is recorded
     assert not any(re.search("mfu|hfu", record.getMessage()) for record in caplog.records)
     train(counter(flops_per_step=1e6))
-    assert any("give StepCounterHook(peak_flops=…)" in record.getMessage() for record in caplog.records)
+    assert any(
+        "give StepCounterHook(peak_flops=…)" in record.getMessage() for record in caplog.records
+    )
 
 
 def test_a_step_whose_flops_cannot_be_counted_still_runs(monkeypatch, caplog):

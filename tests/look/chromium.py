@@ -13,7 +13,8 @@ import pytest
 CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 NEEDED = pytest.mark.skipif(
     not (CHROMIUM and CHROMEDRIVER),
-    reason="chromium and chromedriver are not installed (Debian: apt-get install chromium chromium-driver)",
+    reason="chromium and chromedriver are not installed (Debian: "
+    "apt-get install chromium chromium-driver)",
 )
 
 
@@ -23,7 +24,13 @@ def browser(tmp_path_factory):
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"):
+    for flag in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--no-first-run",
+    ):
         options.add_argument(flag)
     options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(CHROMEDRIVER))
@@ -44,10 +51,14 @@ def look(browser, page, width, theme, height=900):
     browser.get(page.as_uri())
     if folder := os.environ.get("JSTEP_SCREENSHOTS"):
         picture = browser.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
-        pathlib.Path(folder, f"{page.stem}-{width}-{theme}.png").write_bytes(base64.b64decode(picture["data"]))
+        pathlib.Path(folder, f"{page.stem}-{width}-{theme}.png").write_bytes(
+            base64.b64decode(picture["data"])
+        )
     assert browser.get_log("browser") == [], "no message in the console"
     requests = [
-        one["message"] for one in browser.get_log("performance") if 'Network.requestWillBeSent"' in one["message"]
+        one["message"]
+        for one in browser.get_log("performance")
+        if 'Network.requestWillBeSent"' in one["message"]
     ]
     assert len(requests) == 1, "that of the page"
 
@@ -56,7 +67,7 @@ TEXTS = """
 return [...document.querySelectorAll("figure")].map(figure => [...figure.querySelectorAll("text, figcaption")]
   .map(text => [text.textContent, text.getBoundingClientRect(), parseFloat(getComputedStyle(text).fontSize)])
   .map(([words, box, size]) => [words, box.left, box.top, box.right, box.bottom, size]))
-"""
+"""  # noqa: E501
 CONTRAST = """
 const light = rgb => rgb.match(/[\\d.]+/g).slice(0, 3).map(c => c / 255)
   .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
@@ -69,7 +80,7 @@ const all = [...document.querySelectorAll(kinds)];
 const words = all.map(one => against(getComputedStyle(one)[one.tagName === "text" ? "fill" : "color"]));
 const lines = [...document.querySelectorAll("path.line:not(.pale)")].map(one => against(getComputedStyle(one).stroke));
 return [Math.min(...words), Math.min(...lines)]
-"""
+"""  # noqa: E501
 
 
 def overlap(a, b):

@@ -1,4 +1,5 @@
-"""The command line: the list of commands, tables that fit the terminal, and what `inspect` hides."""
+"""The command line: the list of commands, tables that fit the terminal, and what `inspect`
+hides."""
 
 import ast
 import importlib
@@ -26,13 +27,25 @@ def run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("cli") / "run"
     optimizer = jstep.adam(jstep.held("learning_rate", 0.1))
     kernel = jnp.linspace(-1.23456e-7, 123.456, 512).reshape(4, 128)
-    params = {"decoder": {"layers": {"0": {"attention": {"query_projection": {"kernel": kernel}}}}}, "b": jnp.ones(2)}
+    params = {
+        "decoder": {"layers": {"0": {"attention": {"query_projection": {"kernel": kernel}}}}},
+        "b": jnp.ones(2),
+    }
     state = jstep.TrainState.create(params, optimizer)
     step = jstep.minimize(lambda params, x: (params["b"] * x).sum(), optimizer)
     # The position of a loader, states of hooks, and the hook that stopped the run.
-    hooks = [jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2), jstep.StopAtStepHook(last_step=4)]
+    hooks = [
+        jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2),
+        jstep.StopAtStepHook(last_step=4),
+    ]
     jstep.train(
-        step, state, Positioned(lambda n: jnp.ones(2)), 9, checkpoint_dir=directory, hooks=hooks, progress=False
+        step,
+        state,
+        Positioned(lambda n: jnp.ones(2)),
+        9,
+        checkpoint_dir=directory,
+        hooks=hooks,
+        progress=False,
     )
     return directory
 
@@ -56,7 +69,9 @@ def test_without_a_command_the_commands_are_shown(monkeypatch, capsys):
 
 
 def test_the_path_has_the_same_command():
-    assert tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]["scripts"] == {"jstep": "jstep.look.cli:main"}
+    assert tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]["scripts"] == {
+        "jstep": "jstep.look.cli:main"
+    }
 
 
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 300, None])
@@ -64,7 +79,11 @@ def test_tables_fit_the_terminal(run, monkeypatch, cli, width):
     monkeypatch.delenv("COLUMNS", raising=False)
     if width is not None:
         monkeypatch.setenv("COLUMNS", str(width))
-    for arguments in (["inspect", f"{run}/model-4"], ["inspect", str(run), "--verify"], ["goodput", str(run)]):
+    for arguments in (
+        ["inspect", f"{run}/model-4"],
+        ["inspect", str(run), "--verify"],
+        ["goodput", str(run)],
+    ):
         out = cli(*arguments).out
         assert max(map(len, out.splitlines())) <= (width or 80), out
     text = "".join(cli("inspect", f"{run}/model-4").out.split())  # folded, and not cut off
@@ -76,8 +95,17 @@ def test_tables_fit_the_terminal(run, monkeypatch, cli, width):
 def test_columns_fold_and_lose_nothing():
     rows = [["leaf", "n", "text"], ["a/long/path/of/a/leaf", "12", "of some words"], ["b", "3", ""]]
     assert columns(rows, 1) == columns(rows, 1, 40)
-    assert columns(rows, 1, 39) == ["a/long/path/of/a/leaf  n 12  text of", "  some words", "b  n 3  text"]
-    assert columns(rows, 1, 18) == ["a/long/path/of/a/l", "  eaf  n 12  text", "  of some words", "b  n 3  text"]
+    assert columns(rows, 1, 39) == [
+        "a/long/path/of/a/leaf  n 12  text of",
+        "  some words",
+        "b  n 3  text",
+    ]
+    assert columns(rows, 1, 18) == [
+        "a/long/path/of/a/l",
+        "  eaf  n 12  text",
+        "  of some words",
+        "b  n 3  text",
+    ]
 
 
 # Commands that only read files do not import JAX, whose import takes longer than the commands.
@@ -96,7 +124,8 @@ for line in sys.argv[1:]:
 
 
 def run_commands(folder, *lines):
-    """Run commands in one process; return of each what it printed, its exit code, and whether JAX is loaded."""
+    """Run commands in one process; return of each what it printed, its exit code, and whether JAX
+    is loaded."""
     parts = python("-c", RUN, *lines, cwd=folder).split("\0")
     assert len(parts) == len(lines) + 1
     return [part.rpartition("\n")[::2] for part in parts[:-1]]
@@ -154,7 +183,9 @@ def test_every_command_has_a_module_and_help(name, capsys):
 def test_lazy_exports_agree_with_the_static_imports():
     module = jstep.summary
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
-    names = {a.name: n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+    names = {
+        a.name: n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names
+    }
     assert set(module.__all__) <= names.keys()
     assert set(module.__all__) <= set(dir(module))
     for name in module.__all__:
@@ -186,7 +217,13 @@ def test_no_module_is_taken_from_the_current_directory(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-m", "jstep", "runs", "."]
     done = subprocess.run(
-        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+        words,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert not (tmp_path / "was-run").exists()
     assert "no run is there" in done.stderr

@@ -1,4 +1,5 @@
-"""A page of many runs, of which one has files that hold anything: the others are whole, and this one says why not."""
+"""A page of many runs, of which one has files that hold anything: the others are whole, and this
+one says why not."""
 
 import os
 import re
@@ -21,12 +22,14 @@ def sound(tmp_path_factory):
     """A run with two starts, an evaluation, a best checkpoint, and a config."""
     where = tmp_path_factory.mktemp("sound") / "run"
     best = jstep.KeepBest(where / "best", "loss")
-    evaluation = jstep.EvaluationHook(lambda state: {"loss": 0.5}, every_n_steps=2, callbacks=[best])
+    evaluation = jstep.EvaluationHook(
+        lambda state: {"loss": 0.5}, every_n_steps=2, callbacks=[best]
+    )
     for last in (4, 8):
         jstep.train(
-            train_step, jstep.TrainState.create({"w": jnp.ones(2)}, optimizer), lambda step: (), last,
-            hooks=[evaluation], checkpoint_dir=where, logdir=where, save_summaries_steps=1, log_steps=None,
-            config={"rate": 0.1},
+            train_step, jstep.TrainState.create({"w": jnp.ones(2)}, optimizer), lambda step: (),
+            last, hooks=[evaluation], checkpoint_dir=where, logdir=where, save_summaries_steps=1,
+            log_steps=None, config={"rate": 0.1},
         )  # fmt: skip
     return where
 
@@ -37,7 +40,8 @@ def copied(sound, path):
 
 
 def check(sound, bad):
-    """Check that the page of both has all of the sound one, and return what it says about the bad one."""
+    """Check that the page of both has all of the sound one, and return what it says about the bad
+    one."""
     page = jstep.report([sound, bad]).html
     (row,) = re.findall(rf'<tr data-r="\d"[^>]*><td>{sound.name}.*?</tr>', page)
     assert ">finished<" in row
@@ -61,14 +65,17 @@ def test_a_damaged_start(sound, tmp_path, number):
     assert run.step == 8 if number == 1 else run.step == 4
 
 
-@pytest.mark.parametrize("data", [b"", b"\0" * 99, b"{", b"[]", b"\xff", b"[" * 10**5, b"9" * 5000, b" " * 2**21])
+@pytest.mark.parametrize(
+    "data", [b"", b"\0" * 99, b"{", b"[]", b"\xff", b"[" * 10**5, b"9" * 5000, b" " * 2**21]
+)
 def test_a_file_that_is_no_start(sound, tmp_path, data):
     good, bad = copied(sound, tmp_path / "good"), copied(sound, tmp_path / "bad")
     for file in (bad / "starts").iterdir():
         file.write_bytes(data)
     assert "its newest start " in check(good, bad)
     is_empty = not data.strip(b"\0")
-    assert [("could not be written" in run.error) for run in jstep.runs(tmp_path) if run.error] == [is_empty]
+    errors = [run.error for run in jstep.runs(tmp_path) if run.error]
+    assert [("could not be written" in error) for error in errors] == [is_empty]
 
 
 def test_a_damaged_card_is_none(sound, tmp_path):
@@ -92,7 +99,11 @@ def record(length, data):
 
 def scalar(tag, step, value):
     part = proto("Summary").Value(tag=tag, simple_value=value)
-    return frame(proto("Event")(step=step, wall_time=1e9, summary=proto("Summary")(value=[part])).SerializeToString())
+    return frame(
+        proto("Event")(
+            step=step, wall_time=1e9, summary=proto("Summary")(value=[part])
+        ).SerializeToString()
+    )
 
 
 DAMAGES = {
@@ -108,7 +119,8 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(
-    "damage", [pytest.param(name, marks=[pytest.mark.thorough] * (name == "many tags")) for name in DAMAGES]
+    "damage",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name == "many tags")) for name in DAMAGES],
 )
 def test_a_damaged_event_file(sound, tmp_path, damage):
     good, bad = copied(sound, tmp_path / "good"), copied(sound, tmp_path / "bad")

@@ -56,10 +56,18 @@ def test_every_source_counts(hooks, logs, expected, tmp_path, capsys):
 def test_scalars_of_every_prefix_of_a_directory_are_compared(tmp_path, capsys):
     for name, changed_at in (("a", 99), ("b", 12)):
         for prefix, first in (("early", 99), ("model", changed_at)):
-            options = {"checkpoint_prefix": prefix, "logdir": tmp_path / name, "save_summaries_steps": 2}
+            options = {
+                "checkpoint_prefix": prefix,
+                "logdir": tmp_path / name,
+                "save_summaries_steps": 2,
+            }
             train(tmp_path / name, first, **options)
     _, found = diff(capsys, tmp_path / "a", tmp_path / "b")
-    assert (found["equal_at"], found["differ_at"], found["compared_by"]) == (12, 14, ["checkpoints", "scalars"])
+    assert (found["equal_at"], found["differ_at"], found["compared_by"]) == (
+        12,
+        14,
+        ["checkpoints", "scalars"],
+    )
     page = jstep.report(tmp_path / "b").html
     assert "equal at 12, differ at 14 (by scalars)" in page, "two runs in one directory"
 
@@ -84,7 +92,11 @@ def test_equal_runs(tmp_path, capsys):
     assert "differ at" not in text
 
 
-@pytest.mark.parametrize("tag", ["tokens/s", "data_secs", "time/step", "train/examples_per_second", "hfu"])
+@pytest.mark.parametrize(
+    "tag", ["tokens/s", "data_secs", "time/step", "train/examples_per_second", "hfu"]
+)
 def test_tags_that_measure_time(tag):
     assert _TIMED.search(tag)
-    assert not any(_TIMED.search(name) for name in ("loss", "eval/loss", "timestep_loss", "grad/s2", "rms"))
+    assert not any(
+        _TIMED.search(name) for name in ("loss", "eval/loss", "timestep_loss", "grad/s2", "rms")
+    )

@@ -23,18 +23,25 @@ def run(tmp_path):
             saver.save(jstep.TrainState.create({"w": jnp.full(2, value)}, OPTIMIZER, global_step=3))
         for number, start_setup in enumerate(setups, 1):
             span = [10 * (number - 1), 10 * number]
-            write_start(tmp_path / name, start(tmp_path / name, number, step=span, **fields), start_setup)
+            write_start(
+                tmp_path / name, start(tmp_path / name, number, step=span, **fields), start_setup
+            )
         return str(tmp_path / name)
 
     return run
 
 
 def test_the_last_starts_are_compared_first(run, cli):
-    a, b = run("a", make_setup(**batches(7)), make_setup(**batches(0))), run("b", make_setup(**batches(1)), value=2.0)
+    a, b = (
+        run("a", make_setup(**batches(7)), make_setup(**batches(0))),
+        run("b", make_setup(**batches(1)), value=2.0),
+    )
     first, second, third, *_ = cli("diff", a, b, code=1).out.splitlines()
     assert (first, second) == ("the last starts differ:", "  batches: seed: 0 in A, 1 in B")
     assert third.startswith("the runs diverge at step 3")
-    assert json.loads(cli("diff", a, b, "--json", code=1).out)["starts"] == ["batches: seed: 0 in A, 1 in B"]
+    assert json.loads(cli("diff", a, b, "--json", code=1).out)["starts"] == [
+        "batches: seed: 0 in A, 1 in B"
+    ]
 
 
 @pytest.mark.parametrize(("seed", "message"), [(1, "differ:"), (0, "do not differ")])
@@ -75,8 +82,12 @@ def test_the_starts_of_one_run_are_compared(run, tmp_path, cli):
 
 def test_a_start_without_steps_hides_no_change(run, cli):
     """It has no programs: the start after it is compared with those before."""
-    a, b = (make_setup(programs=[PROGRAM | {"hyperparameters": {"learning_rate": rate}}]) for rate in (0.1, 0.2))
-    starts = json.loads(cli("diff", run("a", a, make_setup(programs=[]), b), "--json").out)["starts"]
+    a, b = (
+        make_setup(programs=[PROGRAM | {"hyperparameters": {"learning_rate": rate}}])
+        for rate in (0.1, 0.2)
+    )
+    out = cli("diff", run("a", a, make_setup(programs=[]), b), "--json").out
+    starts = json.loads(out)["starts"]
     assert [one["changes"] for one in starts] == [None, [], ["learning_rate: 0.1 before, 0.2 now"]]
 
 

@@ -1,4 +1,5 @@
-"""How a start ended, as text: where it was killed, its whole reason, and whether it began too early."""
+"""How a start ended, as text: where it was killed, its whole reason, and whether it began too
+early."""
 
 import forked
 import pytest
@@ -101,8 +102,12 @@ def test_the_end_of_a_reason_is_shown(tmp_path, capsys, monkeypatch):
 def test_a_start_that_began_before_the_one_before_it_ended(tmp_path, capsys):
     write_run(tmp_path, 1, step=[0, 10], began=TIME, now=TIME + 60)
     write_run(tmp_path, 2, step=[10, 20], began=TIME + 48, now=TIME + 90)
-    write_run(tmp_path, 3, step=[20, 30], began=TIME + 89.5, now=TIME + 120)  # as clocks are rounded
-    line = "start 2 began 12 s before start 1 ended: its process had begun before, or the clocks of two hosts differ"
+    # It begins half a second early, as clocks are rounded.
+    write_run(tmp_path, 3, step=[20, 30], began=TIME + 89.5, now=TIME + 120)
+    line = (
+        "start 2 began 12 s before start 1 ended: its process had begun before, "
+        "or the clocks of two hosts differ"
+    )
     starts = shown(capsys, "runs", tmp_path, "--starts")
     assert line in starts
     assert "start 3 began" not in starts

@@ -50,7 +50,10 @@ def test_a_closed_pipe_is_not_an_error(tmp_path):
     program = [sys.executable, "-m", "jstep", "events", path]
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     with subprocess.Popen(
-        program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": root}
+        program,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": root},
     ) as process:
         assert b"run" in process.stdout.readline()
         process.stdout.close()
@@ -78,8 +81,14 @@ def test_a_resumed_session_supersedes_later_points(tmp_path):
     write(tmp_path, {10: 5.0, 30: 5.0}, tag="other")
     write(tmp_path, {30: 2.0, 40: 2.0}, start=21)
     series = read_scalars(tmp_path)
-    assert [(p.step, p.value) for p in series["loss"]] == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
-    assert [p.step for p in series["other"]] == [10]  # later points belong to the superseded session
+    assert [(p.step, p.value) for p in series["loss"]] == [
+        (10, 1.0),
+        (20, 1.0),
+        (30, 2.0),
+        (40, 2.0),
+    ]
+    # Later points belong to the superseded session.
+    assert [p.step for p in series["other"]] == [10]
     write(tmp_path, {25: 3.0})  # without a session log, decreasing steps mark a restart
     assert [p.step for p in read_scalars(tmp_path)["loss"]] == [10, 20, 25]
 
@@ -87,11 +96,17 @@ def test_a_resumed_session_supersedes_later_points(tmp_path):
 def test_an_exact_name_comes_before_a_pattern(tmp_path, cli):
     write(tmp_path / "run", {1: 1.0}, tag="val[top1]")
     write(tmp_path / "run", {1: 2.0}, tag="valt")
-    for pattern, names in {"val[top1]": ["val[top1]"], "val[t]": ["valt"], "val*": ["val[top1]", "valt"]}.items():
+    for pattern, names in {
+        "val[top1]": ["val[top1]"],
+        "val[t]": ["valt"],
+        "val*": ["val[top1]", "valt"],
+    }.items():
         lines = cli("events", tmp_path / "run", "--name", pattern).out.splitlines()
         assert [line.split()[1] for line in lines[1:]] == names
     error = cli("events", tmp_path / "run", "--name", "val*", "--name", "lss", code=2).err
-    assert "--name lss: must be a scalar, or a pattern that matches some; there are val[top1]" in error
+    assert (
+        "--name lss: must be a scalar, or a pattern that matches some; there are val[top1]"
+    ) in error
 
 
 @pytest.mark.parametrize("text", ["hi\n", ""])

@@ -1,4 +1,5 @@
-"""Which event files are a run's: on its page are those of its own starts, and what their processes wrote there."""
+"""Which event files are a run's: on its page are those of its own starts, and what their processes
+wrote there."""
 
 import contextlib
 import json
@@ -28,8 +29,8 @@ def train(logdir, checkpoints, last=20, stop=None, **options):
 
     with contextlib.suppress(KeyError):
         jstep.train(
-            train_step, jstep.TrainState.create({"w": jnp.ones(2)}, optimizer), lambda step: (), last,
-            checkpoint_dir=checkpoints, logdir=logdir, save_summaries_steps=1, log_steps=None,
+            train_step, jstep.TrainState.create({"w": jnp.ones(2)}, optimizer), lambda step: (),
+            last, checkpoint_dir=checkpoints, logdir=logdir, save_summaries_steps=1, log_steps=None,
             hooks=[jstep.every(1, hook)], **options,
         )  # fmt: skip
 
@@ -39,9 +40,14 @@ def points(page, label="loss", title="loss"):
     figure = re.search(rf"<figcaption>{title}</figcaption>.*?</figure>", page, re.DOTALL)
     if figure is None:
         return []
-    labels = re.findall(r'class="key" data-i="(\d+)".*?</svg> ([^<]*)<', figure[0]) or [("0", label)]
+    labels = re.findall(r'class="key" data-i="(\d+)".*?</svg> ([^<]*)<', figure[0]) or [
+        ("0", label)
+    ]
     keys = [key for key, name in labels if name == label]
-    paths = [re.findall(rf'class="(?:line|dot) s\d(?: d\d)?" data-i="{key}" d="([^"]*)"', figure[0]) for key in keys]
+    paths = [
+        re.findall(rf'class="(?:line|dot) s\d(?: d\d)?" data-i="{key}" d="([^"]*)"', figure[0])
+        for key in keys
+    ]
     return [str(sum(len(re.findall(r",", path)) for path in some)) for some in paths]
 
 
@@ -68,14 +74,16 @@ def test_two_runs_at_once(tmp_path):
     at_7 = jstep.every(7, lambda *_: train(tmp_path / "logs", tmp_path / "b", last=5))
     jstep.train(
         train_step, jstep.TrainState.create({"w": jnp.ones(2)}, optimizer), lambda step: (), 10,
-        checkpoint_dir=tmp_path / "a", logdir=tmp_path / "logs", save_summaries_steps=1, log_steps=None, hooks=[at_7],
+        checkpoint_dir=tmp_path / "a", logdir=tmp_path / "logs", save_summaries_steps=1,
+        log_steps=None, hooks=[at_7],
     )  # fmt: skip
     assert points(jstep.report(tmp_path / "a").html) == ["10"]
     assert points(jstep.report(tmp_path / "b").html) == ["5"]
 
 
 def test_all_starts_of_a_run_are_its_own(tmp_path):
-    """Also those before its first checkpoint, which had other names, and below a directory that was moved."""
+    """Also those before its first checkpoint, which had other names, and below a directory that was
+    moved."""
     for stop in (3, 7):
         train(tmp_path / "x/logs", tmp_path / "x/run", stop=stop)
     train(tmp_path / "x/logs", tmp_path / "x/run")
@@ -110,7 +118,9 @@ def test_a_logdir_elsewhere_is_not_read(tmp_path, how, logdir, monkeypatch):
         (tmp_path / "a").rename(tmp_path / "b")
     else:
         of_another_host(tmp_path / "a/run")
-    monkeypatch.setattr("jstep.stores.objects.Objects.__init__", lambda *_: pytest.fail("a bucket was asked"))
+    monkeypatch.setattr(
+        "jstep.stores.objects.Objects.__init__", lambda *_: pytest.fail("a bucket was asked")
+    )
     page = jstep.report(tmp_path / ("b" if how == "moved" else "a") / "run").html
     assert "<figure" not in page
     assert f"its logdir {place} is not read" in page
@@ -153,7 +163,9 @@ def test_no_link_leads_out_of_a_run_of_others(tmp_path):
 
 
 def scalars(cli, *arguments, code=0):
-    found = json.loads(cli("events", *arguments, "--json", code=code).out, parse_constant=pytest.fail)
+    found = json.loads(
+        cli("events", *arguments, "--json", code=code).out, parse_constant=pytest.fail
+    )
     assert all(list(row) == ["version", "run", "name", "step", "value"] for row in found)
     assert all(row.pop("version") == 1 for row in found)
     return [tuple(row.values()) for row in found]
@@ -165,17 +177,26 @@ def test_the_scalars_of_a_directory_without_runs(tmp_path, cli):
         with summary.SummaryWriter(tmp_path / "logs") as writer:
             writer.add_session_log("START", start)
             for step, value in enumerate(values, start):
-                writer.add_summary(summary.scalar(["val/loss", "val/x"], [value, 0.0], collections=()), step)
+                writer.add_summary(
+                    summary.scalar(["val/loss", "val/x"], [value, 0.0], collections=()), step
+                )
     logs = tmp_path / "logs"
-    expected = [("logs", "val/loss", step, value) for step, value in {1: 1.0, 2: 2.0, 3: None, 4: 6.0}.items()]
+    expected = [
+        ("logs", "val/loss", step, value)
+        for step, value in {1: 1.0, 2: 2.0, 3: None, 4: 6.0}.items()
+    ]
     assert scalars(cli, logs, "--name", "*loss") == expected
     assert scalars(cli, tmp_path, "--name", "val/loss", "--from", 2, "--to", 3) == expected[1:3]
     assert len(scalars(cli, tmp_path)) == 8, "without event files in it"
     assert scalars(cli, logs, "--from", 9) == []
     assert "no values at these steps" in cli("events", logs, "--from", 9).out
     assert "logs  val/loss     3    nan" in cli("events", logs, "--name", "val/loss").out
-    assert "--name los: must be a scalar, or a pattern that" in cli("events", logs, "--name", "los", code=2).err
-    some = cli("events", logs, "--name", "los", "--name", "val/loss", code=2)  # what there is is printed
+    assert (
+        "--name los: must be a scalar, or a pattern that"
+        in cli("events", logs, "--name", "los", code=2).err
+    )
+    # What exists is printed.
+    some = cli("events", logs, "--name", "los", "--name", "val/loss", code=2)
     assert "val/loss" in some.out
     assert "--name los: must be" in some.err
     for options in ([], ["--name", "val/loss"]):  # what could be read is printed
@@ -184,7 +205,9 @@ def test_the_scalars_of_a_directory_without_runs(tmp_path, cli):
             True,
             f"jstep events: {tmp_path}/missing: no such file or directory\n",
         )
-    assert "--from 3 --to 2: A must not be" in cli("events", logs, "--from", 3, "--to", 2, code=2).err
+    assert (
+        "--from 3 --to 2: A must not be" in cli("events", logs, "--from", 3, "--to", 2, code=2).err
+    )
 
 
 @pytest.mark.thorough

@@ -12,16 +12,29 @@ from jstep.record.process_files import ProcessFile
 
 
 def write(folder, *starts, prefix="model"):
-    """Write starts: (when it began, its steps, seconds by part, its saves as step and seconds of stepping)."""
+    """Write starts: (when it began, its steps, seconds by part, its saves as step and seconds of
+    stepping)."""
     for number, (began, step, seconds, *saves) in enumerate(starts, 1):
-        fields = {"began": began, "now": began + sum(seconds.values()), "step": step, "seconds": seconds}
+        fields = {
+            "began": began,
+            "now": began + sum(seconds.values()),
+            "step": step,
+            "seconds": seconds,
+        }
         saved = [[at, stepping, None, None] for at, stepping in saves]
         write_start(folder, start(folder, number, prefix, saved=saved, **fields))
 
 
-# The second start repeats 37 of the 137 steps of the first one; the third one was killed while it restored.
+# The second start repeats 37 of the 137 steps of the first one; the third one was killed while it
+# restored.
 SEVERAL = [
-    (1000.0, [0, 137], {"starting": 10.0, "stepping": 120.0, "waiting": 11.0, "saving": 9.0}, (50, 45.0), (100, 90.0)),
+    (
+        1000.0,
+        [0, 137],
+        {"starting": 10.0, "stepping": 120.0, "waiting": 11.0, "saving": 9.0},
+        (50, 45.0),
+        (100, 90.0),
+    ),
     (1175.0, [100, 150], {"starting": 10.0, "stepping": 40.0, "hooks": 2.0, "evaluating": 3.0}),
     (1239.0, None, {"starting": 1.0}),
     (1250.0, [150, 200], {"starting": 10.0, "stepping": 40.0}),
@@ -90,7 +103,9 @@ PROCESSES = [
 
 
 @pytest.mark.parametrize(("part", "seconds", "slow", "row"), PROCESSES)
-def test_a_process_that_takes_twice_as_long_as_the_others_has_a_row(part, seconds, slow, row, tmp_path, capsys):
+def test_a_process_that_takes_twice_as_long_as_the_others_has_a_row(
+    part, seconds, slow, row, tmp_path, capsys
+):
     def recorded(process):
         return {
             "step": [0, 100],
@@ -101,7 +116,8 @@ def test_a_process_that_takes_twice_as_long_as_the_others_has_a_row(part, second
     for number in (1, 2):
         write_start(tmp_path, start(tmp_path, number, processes=len(seconds), **recorded(0)))
     for process in range(1, len(seconds)):
-        fields = {"start": 1 if process == 5 else 2, "written": 1e9}  # one did not record the newest start
+        # One did not record the newest start.
+        fields = {"start": 1 if process == 5 else 2, "written": 1e9}
         ProcessFile(str(tmp_path), "model", process, fields).write(recorded(process))
     assert main(["goodput", str(tmp_path)]) == 0
     head, *lines = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
@@ -109,17 +125,32 @@ def test_a_process_that_takes_twice_as_long_as_the_others_has_a_row(part, second
     assert [line for line in lines if " of process " in line][:1] == [row] * bool(slow)
     assert main(["goodput", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [(one["part"], one["process"]) for one in found.get("slow", [])] == [(part, process) for process in slow]
+    assert [(one["part"], one["process"]) for one in found.get("slow", [])] == [
+        (part, process) for process in slow
+    ]
 
 
 def test_a_stall_is_taken_out_of_the_part_that_it_was_in(tmp_path, capsys):
     """Of the steps of the first start, the second repeats those after step 50."""
-    stalls = [(20, "stepping", 7.0), (90, "stepping", 5.0), (90, "waiting", 6.0), (90, "hooks", 1.0), (90, None, 9.0)]
+    stalls = [
+        (20, "stepping", 7.0),
+        (90, "stepping", 5.0),
+        (90, "waiting", 6.0),
+        (90, "hooks", 1.0),
+        (90, None, 9.0),
+    ]
     names = ("step", "part", "stalled")
-    fields = {"stalls": [dict(zip(names, stall, strict=True)) for stall in stalls], "saved": [[50, 20.0, None, None]]}
+    fields = {
+        "stalls": [dict(zip(names, stall, strict=True)) for stall in stalls],
+        "saved": [[50, 20.0, None, None]],
+    }
     seconds = {"stepping": 40.0, "waiting": 8.0}
-    write_start(tmp_path, start(tmp_path, 1, began=1000.0, step=[0, 100], seconds=seconds, **fields))
-    write_start(tmp_path, start(tmp_path, 2, began=1050.0, step=[50, 100], seconds={"stepping": 20.0}))
+    write_start(
+        tmp_path, start(tmp_path, 1, began=1000.0, step=[0, 100], seconds=seconds, **fields)
+    )
+    write_start(
+        tmp_path, start(tmp_path, 2, began=1050.0, step=[50, 100], seconds={"stepping": 20.0})
+    )
     found = jstep.goodput(tmp_path)
     assert (found.productive, found.rewound, found.waiting, found.down) == (33.0, 15.0, 2.0, 2.0)
     assert found.stalled == {"productive": 7.0, "rewound": 5.0, "waiting": 6.0}
@@ -141,7 +172,11 @@ def test_a_step_between_two_saves_is_interpolated(tmp_path):
 
 
 def test_a_start_from_a_checkpoint_keeps_the_time_that_was_saved_with_it(tmp_path):
-    write(tmp_path, (60.0, [0, 12], {"stepping": 35.0}, (10, 30.0)), (100.0, [10, 11], {"stepping": 1.0}))
+    write(
+        tmp_path,
+        (60.0, [0, 12], {"stepping": 35.0}, (10, 30.0)),
+        (100.0, [10, 11], {"stepping": 1.0}),
+    )
     found = jstep.goodput(tmp_path)
     assert (found.productive, found.rewound, found.steps) == (31.0, 5.0, 11)
 
@@ -158,18 +193,25 @@ def test_idle_time_before_a_start_is_counted_once(tmp_path):
 
 
 def test_runs_that_share_a_directory(tmp_path):
-    write(tmp_path, (9.0, [0, 1], {"stepping": 1.0}), (25.0, [0, 5], {"stepping": 5.0}), prefix="net")
+    write(
+        tmp_path, (9.0, [0, 1], {"stepping": 1.0}), (25.0, [0, 5], {"stepping": 5.0}), prefix="net"
+    )
     write(tmp_path, (18.0, [0, 2], {"stepping": 2.0}))
     assert jstep.goodput(tmp_path).steps == 2
     assert jstep.goodput(tmp_path, prefix="net").productive == 5.0
-    with pytest.raises(ValueError, match=r"prefix='other': must be the prefix .* which has 'model', 'net'"):
+    with pytest.raises(
+        ValueError,
+        match=r"prefix='other': must be the prefix .* which has 'model', 'net'",
+    ):
         jstep.goodput(tmp_path, prefix="other")
 
 
 def test_starts_that_cannot_be_read_are_left_out(tmp_path):
     write(tmp_path, *SEVERAL[:2])
     expected = jstep.goodput(tmp_path)
-    for number, wrong in enumerate([{"seconds": {"stepping": -1}}, {"step": [9, 1]}, {"began": "then"}], 3):
+    for number, wrong in enumerate(
+        [{"seconds": {"stepping": -1}}, {"step": [9, 1]}, {"began": "then"}], 3
+    ):
         write_start(tmp_path, start(tmp_path, number, **wrong))
     found = jstep.goodput(tmp_path)
     assert (found.parts, found.steps, found.starts) == (expected.parts, expected.steps, 5)
@@ -206,6 +248,7 @@ def test_a_directory_of_runs_and_their_total(tmp_path, capsys):
     assert main(["goodput", str(tmp_path), "--json", "--prefix", "model"]) == 0
     rows = list(map(json.loads, capsys.readouterr().out.splitlines()))
     assert [(row["path"], row.get("prefix"), row["total"]) for row in rows] == [
-        (f"{tmp_path}/a", "model", 300.0), (f"{tmp_path}/b", "model", 20.0), (str(tmp_path), None, 320.0),
+        (f"{tmp_path}/a", "model", 300.0), (f"{tmp_path}/b", "model", 20.0),
+        (str(tmp_path), None, 320.0),
     ]  # fmt: skip
     assert rows[-1]["runs"] == 2

@@ -24,7 +24,11 @@ def strict(text):
 
 
 def state(step=0, **params):
-    leaves = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(2, jnp.bfloat16), "key": jax.random.key(1)} | params
+    leaves = {
+        "w": jnp.arange(6.0).reshape(2, 3),
+        "b": jnp.ones(2, jnp.bfloat16),
+        "key": jax.random.key(1),
+    } | params
     return jstep.TrainState.create(leaves, OPTIMIZER, global_step=step)
 
 
@@ -55,8 +59,8 @@ def test_inspect_a_checkpoint(save, cli):
     assert (result["step"], result["extra"]["epoch"], result["sound"]) == (7, 3, True)
     leaves = {leaf["path"]: leaf for leaf in result["leaves"]}
     assert leaves["params/w"] == {
-        "path": "params/w", "dtype": "float32", "shape": [2, 3], "bytes": 24, "min": 0.0, "max": 5.0, "mean": 2.5,
-        "norm": pytest.approx(55**0.5), "nonfinite": 0,
+        "path": "params/w", "dtype": "float32", "shape": [2, 3], "bytes": 24, "min": 0.0,
+        "max": 5.0, "mean": 2.5, "norm": pytest.approx(55**0.5), "nonfinite": 0,
     }  # fmt: skip
     assert leaves["params/key"]["dtype"].startswith("key")
     assert leaves["params/key"]["min"] is None
@@ -64,8 +68,12 @@ def test_inspect_a_checkpoint(save, cli):
 
 
 def test_leaves_that_share_a_path_have_names_of_their_own(save, cli):
-    _, path = save("run", {"a": {"b": 1.0}, "a/b": 2.0, "a/b#2": 3.0, "a/b#4": 4.0, "global_step": 0})
-    values = {leaf["path"]: leaf["max"] for leaf in strict(cli("inspect", path, "--json").out)["leaves"]}
+    _, path = save(
+        "run", {"a": {"b": 1.0}, "a/b": 2.0, "a/b#2": 3.0, "a/b#4": 4.0, "global_step": 0}
+    )
+    values = {
+        leaf["path"]: leaf["max"] for leaf in strict(cli("inspect", path, "--json").out)["leaves"]
+    }
     assert values == {"a/b": 1.0, "a/b#3": 2.0, "a/b#2": 3.0, "a/b#4": 4.0, "global_step": 0}
 
 
@@ -84,7 +92,12 @@ def test_corruption_is_an_error(save, cli):
     assert "CORRUPTED" in output.out
     assert "model-2 is corrupted" in output.err
     found = strict(cli("inspect", path, "--verify", "--json", code=2).out)
-    assert (found["path"], found["step"], found["sound"], len(found["problems"])) == (path, 2, False, 1)
+    assert (found["path"], found["step"], found["sound"], len(found["problems"])) == (
+        path,
+        2,
+        False,
+        1,
+    )
     cli("diff", path, path, code=2)
     with open(os.path.join(path, "manifest.json"), "r+b") as file:
         file.truncate(50)
@@ -112,7 +125,10 @@ def test_the_summary_counts_what_the_rows_say(save, tmp_path, cli):
     ]
     assert summary == "2 of 4 are CORRUPTED; 1 of 4 is UNUSABLE"
     lines = cli("inspect", directory, code=2).out.splitlines()
-    assert lines[-2:] == ["1 of 4 is CORRUPTED; 1 of 4 is UNUSABLE", "sizes only (--verify reads every byte)"]
+    assert lines[-2:] == [
+        "1 of 4 is CORRUPTED; 1 of 4 is UNUSABLE",
+        "sizes only (--verify reads every byte)",
+    ]
 
 
 @pytest.mark.parametrize("name", ["d", "manifest.ocdbt", "_METADATA"])
@@ -147,10 +163,12 @@ def test_sizes_are_always_compared(save, cli):
     said = "model-2 is corrupted: "
     for where in (path, directory):
         output = cli("inspect", where, code=2)
-        assert (said in output.err, "manifest.ocdbt: 3 bytes instead of" in output.err) == (True, True)
-    assert [one["name"] for one in strict(cli("inspect", directory, "--json", code=2).out)["checkpoints"]] == [
-        "model-1", "model-2",
-    ]  # fmt: skip
+        assert (said in output.err, "manifest.ocdbt: 3 bytes instead of" in output.err) == (
+            True,
+            True,
+        )
+    checkpoints = strict(cli("inspect", directory, "--json", code=2).out)["checkpoints"]
+    assert [one["name"] for one in checkpoints] == ["model-1", "model-2"]
 
 
 def test_several_paths(save, tmp_path, cli):
@@ -186,7 +204,9 @@ def test_error_if_there_is_no_checkpoint(tmp_path, cli, command, name):
 def test_a_renamed_checkpoint_is_an_error(save, cli):
     directory, path = save("run", state(1))
     os.rename(path, path[:-1] + "9")
-    assert "its name says step 9, and it holds step 1" in cli("inspect", path[:-1] + "9", code=2).err
+    assert (
+        "its name says step 9, and it holds step 1" in cli("inspect", path[:-1] + "9", code=2).err
+    )
     cli("inspect", directory, code=2)
 
 
@@ -203,7 +223,9 @@ def test_diff_of_directories(save, cli):
 
 def entry(step, **leaves):
     hexes = {path: f"{value:016x}" for path, value in leaves.items()}
-    return json.dumps({"step": step, "state": f"{sum(leaves.values()):016x}", "leaves": hexes}) + "\n"
+    return (
+        json.dumps({"step": step, "state": f"{sum(leaves.values()):016x}", "leaves": hexes}) + "\n"
+    )
 
 
 def test_diff_of_fingerprint_logs(tmp_path, cli):
@@ -294,13 +316,23 @@ def test_left_out_leaves(tmp_path, cli):
         with jstep.Saver(tmp_path / name, leave_out=leave_out, async_save=False) as saver:
             return saver.save(state(3, **params))
 
-    adapters, complete, other = save("a", ["w", "key"]), save("b", None), save("c", "w", w=jnp.ones((2, 3)))
+    adapters, complete, other = (
+        save("a", ["w", "key"]),
+        save("b", None),
+        save("c", "w", w=jnp.ones((2, 3))),
+    )
     out = cli("inspect", adapters, "--verify").out
     lines = out[out.index("left out") :].splitlines()
-    fingerprint_of_w = "".join(f"{int(word):08x}" for word in jstep.fingerprint(state(3), per_leaf=True)["params/w"])
+    fingerprint_of_w = "".join(
+        f"{int(word):08x}" for word in jstep.fingerprint(state(3), per_leaf=True)["params/w"]
+    )
     assert ["params/w", "float32", "[2,3]", fingerprint_of_w] in [line.split() for line in lines]
     result = strict(cli("inspect", adapters, "--json").out)
-    assert [leaf["path"] for leaf in result["left_out"]] == ["params/key", "params/w", "slots/momentum/w"]
+    assert [leaf["path"] for leaf in result["left_out"]] == [
+        "params/key",
+        "params/w",
+        "slots/momentum/w",
+    ]
     assert "left_out" not in strict(cli("inspect", complete, "--json").out)
 
     assert "identical (6 leaves, bitwise)" in cli("diff", adapters, adapters).out
@@ -311,16 +343,22 @@ def test_left_out_leaves(tmp_path, cli):
         line.split() for line in out.splitlines()
     ]
 
-    narrow, saved = (save(name, out, w=jnp.ones((2, 3), jnp.bfloat16)) for name, out in (("d", "w"), ("e", None)))
+    narrow, saved = (
+        save(name, out, w=jnp.ones((2, 3), jnp.bfloat16)) for name, out in (("d", "w"), ("e", None))
+    )
     more = save("f", "new", new=jnp.ones(1))
-    assert "float32[2, 3] in A, bfloat16[2, 3] in B, left out of both" in cli("diff", other, narrow, code=1).out
+    assert (
+        "float32[2, 3] in A, bfloat16[2, 3] in B, left out of both"
+        in cli("diff", other, narrow, code=1).out
+    )
     assert "float32 in A, bfloat16 in B" in cli("diff", complete, saved, code=1).out
     assert "left out of B only" in cli("diff", complete, more, code=1).out
     assert "left out of A only" in cli("diff", more, complete, code=1).out
 
 
 def test_a_checkpoint_whose_successor_never_took_its_place_is_found(save, cli, tmp_path):
-    """A kill came between the two renames of a save, so that the old one of its step has the suffix."""
+    """A kill came between the two renames of a save, so that the old one of its step has the
+    suffix."""
     directory, path = save("run", state(3))
     os.rename(path, f"{path}.jstep-replaced")
     found = jstep.latest_checkpoint(directory)
@@ -331,8 +369,9 @@ def test_a_checkpoint_whose_successor_never_took_its_place_is_found(save, cli, t
     cli("diff", directory, other)
     loss = jstep.minimize(lambda params, x: jnp.sum(params["w"] ** 2) * x, OPTIMIZER)
     branch = jstep.train(
-        loss, state(), lambda step: jnp.float32(0), 4, start_from=found, checkpoint_dir=tmp_path / "branch",
-        logdir=tmp_path / "branch", save_summaries_steps=1, progress=False,
+        loss, state(), lambda step: jnp.float32(0), 4, start_from=found,
+        checkpoint_dir=tmp_path / "branch", logdir=tmp_path / "branch", save_summaries_steps=1,
+        progress=False,
     )  # fmt: skip
     assert jstep.global_step(branch) == 4
 

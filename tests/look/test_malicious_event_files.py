@@ -22,7 +22,9 @@ def scalar_event(step, value, tag="loss"):
 
 def tensor_event(content, dtype=types_pb2.DT_FLOAT):
     metadata = summary_pb2.SummaryMetadata(plugin_data={"plugin_name": "scalars"})
-    value = summary_pb2.Summary.Value(tag="loss", metadata=metadata, tensor={"dtype": dtype, "tensor_content": content})
+    value = summary_pb2.Summary.Value(
+        tag="loss", metadata=metadata, tensor={"dtype": dtype, "tensor_content": content}
+    )
     return event_pb2.Event(step=1, summary={"value": [value]})
 
 
@@ -36,10 +38,18 @@ UNUSUAL = {
     "longer tensor": tensor_event(b"abcdefghi"),
     "dtype": tensor_event(b"abc", 9999),
     "kind": event_pb2.Event(
-        summary={"value": [{"tag": "x", "metadata": {"plugin_data": {"plugin_name": "scalar"}}, "tensor": {}}]}
+        summary={
+            "value": [
+                {"tag": "x", "metadata": {"plugin_data": {"plugin_name": "scalar"}}, "tensor": {}}
+            ]
+        }
     ),
-    "bytes": event_pb2.Event(summary={"value": [{"tag": "x", "tensor": {"string_val": [b"\xff\xfe"]}}]}),
-    "histogram": event_pb2.Event(summary={"value": [{"tag": "h", "histo": {"num": 0, "min": float("nan")}}]}),
+    "bytes": event_pb2.Event(
+        summary={"value": [{"tag": "x", "tensor": {"string_val": [b"\xff\xfe"]}}]}
+    ),
+    "histogram": event_pb2.Event(
+        summary={"value": [{"tag": "h", "histo": {"num": 0, "min": float("nan")}}]}
+    ),
     "step": event_pb2.Event(step=-(2**63), file_version="x"),
 }
 
@@ -47,7 +57,9 @@ UNUSUAL = {
 @pytest.mark.thorough(except_for=["graph", "longer tensor", "step"])
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_events_are_shown(tmp_path, cli, name):
-    path = write_events(tmp_path / "run" / "events.out.tfevents.1.x", UNUSUAL[name], scalar_event(5, 1.0))
+    path = write_events(
+        tmp_path / "run" / "events.out.tfevents.1.x", UNUSUAL[name], scalar_event(5, 1.0)
+    )
     assert " 5 " in cli("events", path).out
     json.loads(cli("events", path, "--json").out, parse_constant=pytest.fail)
 
@@ -55,7 +67,9 @@ def test_unusual_events_are_shown(tmp_path, cli, name):
 def test_tags_are_escaped_for_the_terminal(tmp_path, cli):
     tag = "loss\x1b[31m\x07\n2026 step 9  fake\u202e$x^$"
     path = write_events(
-        tmp_path / "run\x1b" / "events.out.tfevents.1.x", scalar_event(1, 1.0, tag), scalar_event(2, 1.0, tag)
+        tmp_path / "run\x1b" / "events.out.tfevents.1.x",
+        scalar_event(1, 1.0, tag),
+        scalar_event(2, 1.0, tag),
     )
     printed = [*cli("events", path), *cli("events", tmp_path / "missing\x1b", code=2)]
     text = "".join(printed)
@@ -66,7 +80,9 @@ def test_tags_are_escaped_for_the_terminal(tmp_path, cli):
 
 @pytest.fixture
 def partly_corrupted(tmp_path):
-    partial = write_events(tmp_path / "run" / "events.out.tfevents.1.a", scalar_event(1, 1.0), scalar_event(2, 2.0))
+    partial = write_events(
+        tmp_path / "run" / "events.out.tfevents.1.a", scalar_event(1, 1.0), scalar_event(2, 2.0)
+    )
     with open(partial, "ab") as file:
         file.write(b"x" * 100)
     (tmp_path / "run" / "events.out.tfevents.2.b").write_bytes(b"x" * 100)
@@ -84,7 +100,5 @@ def test_events_prints_what_is_not_corrupted(partly_corrupted, cli):
 
 def test_output_escapes_and_valid_json():
     assert printable("a\tb\x1b[1m é×\u2028\ud800") == r"a\tb\x1b[1m é×\u2028\ud800"
-    assert json.loads(as_strict_json({"a": [float("nan"), float("-inf")], "b": (1, float("inf"))})) == {
-        "a": ["NaN", "-Infinity"],
-        "b": [1, "Infinity"],
-    }
+    text = as_strict_json({"a": [float("nan"), float("-inf")], "b": (1, float("inf"))})
+    assert json.loads(text) == {"a": ["NaN", "-Infinity"], "b": [1, "Infinity"]}

@@ -1,4 +1,5 @@
-"""Files that a user names: through FIFOs, along links, and with the mode of the file that is replaced."""
+"""Files that a user names: through FIFOs, along links, and with the mode of the file that is
+replaced."""
 
 import os
 import pathlib
@@ -25,8 +26,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     train_step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2), optimizer)
     state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
     jstep.train(
-        train_step, state, lambda step: (), 4, checkpoint_dir=where, logdir=where, save_checkpoint_steps=2,
-        save_summaries_steps=1, log_steps=None,
+        train_step, state, lambda step: (), 4, checkpoint_dir=where, logdir=where,
+        save_checkpoint_steps=2, save_summaries_steps=1, log_steps=None,
     )  # fmt: skip
     return where
 
@@ -36,10 +37,18 @@ def write_graph(run: pathlib.Path, path: pathlib.Path) -> None:
 
 
 WRITERS: dict[str, tuple[str, bytes, Callable[[pathlib.Path, pathlib.Path], Any]]] = {
-    "report -o": ("page.html", b"<!doctype", lambda run, path: main(["report", str(run), "-o", str(path)])),
+    "report -o": (
+        "page.html",
+        b"<!doctype",
+        lambda run, path: main(["report", str(run), "-o", str(path)]),
+    ),
     "report(file)": ("page.html", b"<!doctype", lambda run, path: jstep.report(run, path)),
     "Report.save": ("page.html", b"<p>", lambda run, path: Report(html="<p>").save(path)),
-    "save_weights": ("x.safetensors", b"", lambda run, path: jstep.save_weights(path, {"w": jnp.ones(2)})),
+    "save_weights": (
+        "x.safetensors",
+        b"",
+        lambda run, path: jstep.save_weights(path, {"w": jnp.ones(2)}),
+    ),
     "write_graph": ("x.mlir", b"module", write_graph),
 }
 QUICK = [name for name in WRITERS if name != "report(file)"]
@@ -52,7 +61,9 @@ def writer(request: Any, run: pathlib.Path, tmp_path: pathlib.Path) -> Any:
 
     def check(data: bytes) -> None:
         assert data.startswith(begins)
-        assert begins or len(data) == 8 + int.from_bytes(data[:8], "little") + 8, "two numbers in float32"
+        assert begins or len(data) == 8 + int.from_bytes(data[:8], "little") + 8, (
+            "two numbers in float32"
+        )
 
     return tmp_path / name, lambda: write(run, tmp_path / name), check
 

@@ -54,7 +54,9 @@ def test_state_table():
 
 
 def test_goodput_table():
-    found = TableParser(jstep.Goodput(productive=70.0, starting=20.0, down=10.0, starts=2, steps=1000)._repr_html_())
+    found = TableParser(
+        jstep.Goodput(productive=70.0, starting=20.0, down=10.0, starts=2, steps=1000)._repr_html_()
+    )
     assert found.rows == [
         ["productive", "70.000 s", "70.0 %"],
         ["starting", "20.000 s", "20.0 %"],
@@ -67,7 +69,9 @@ def test_goodput_table():
 def plan():
     data = jstep.batches(np.ones((20, 4)), {0: 2, 5: 4})
     hooks = [jstep.LoggingHook(every_n_steps=5)]
-    return jstep.plan(OPTIMIZER, 20, hooks=hooks, points=3, train_step={0: STEP, 9: STEP}, batches=data)
+    return jstep.plan(
+        OPTIMIZER, 20, hooks=hooks, points=3, train_step={0: STEP, 9: STEP}, batches=data
+    )
 
 
 def test_plan_table():
@@ -75,7 +79,12 @@ def test_plan_table():
     assert found.rows[0] == ["step", "learning_rate"]
     assert len(found.rows) == 4
     text = " ".join(found.words)
-    for part in ("constant: beta1 0.9", "0: my_loss, 9: my_loss", "0: 2, 5: 4", "LoggingHook: every 5 steps"):
+    for part in (
+        "constant: beta1 0.9",
+        "0: my_loss, 9: my_loss",
+        "0: 2, 5: 4",
+        "LoggingHook: every 5 steps",
+    ):
         assert part in text
 
 
@@ -88,7 +97,11 @@ def test_the_repr_of_plan_cost_and_goodput_is_their_table():
     state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
     plan = jstep.plan(optimizer, 10)
     assert "learning_rate" in repr(plan)
-    tables = [plan, jstep.cost(step, state, jnp.ones(3)), jstep.Goodput(productive=3.0, starting=1.0, steps=5)]
+    tables = [
+        plan,
+        jstep.cost(step, state, jnp.ones(3)),
+        jstep.Goodput(productive=3.0, starting=1.0, steps=5),
+    ]
     for table in tables:
         assert repr(table) == str(table)
         assert "\n" in repr(table)

@@ -1,4 +1,5 @@
-"""`report`: the page of runs: its numbers against those of other tools, damage, names that are markup, spikes, gaps."""
+"""`report`: the page of runs: its numbers against those of other tools, damage, names that are
+markup, spikes, gaps."""
 
 import contextlib
 import html
@@ -28,7 +29,13 @@ def train(last_step, where, *hooks, **options):
     state = jstep.TrainState.create({"w": 0.0}, optimizer)
     options = {"log_steps": None, "logdir": where, "save_summaries_steps": 1} | options
     return jstep.train(
-        train_step, state, lambda step: jnp.float32(1.0), last_step, checkpoint_dir=where, hooks=hooks, **options
+        train_step,
+        state,
+        lambda step: jnp.float32(1.0),
+        last_step,
+        checkpoint_dir=where,
+        hooks=hooks,
+        **options,
     )
 
 
@@ -48,7 +55,10 @@ def write(where, values, first=0):
 
 def tables(page):
     """The rows of all tables, as lists of text."""
-    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr[^>]*>(.*?)</tr>", page)]
+    cells = [
+        re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row)
+        for row in re.findall(r"<tr[^>]*>(.*?)</tr>", page)
+    ]
     return [[html.unescape(cell) for cell in row] for row in cells]
 
 
@@ -79,11 +89,19 @@ def restarted(tmp_path_factory):
     return above
 
 
-def test_a_refused_start_is_odd_also_where_event_files_cannot_be_read(restarted, tmp_path, monkeypatch):
+def test_a_refused_start_is_odd_also_where_event_files_cannot_be_read(
+    restarted, tmp_path, monkeypatch
+):
     where = tmp_path / "run"
     train(4, where)
     with pytest.raises(ValueError, match="no batch"):
-        jstep.train(train_step, jstep.TrainState.create({"w": 0.0}, optimizer), no_batch, 9, checkpoint_dir=where)
+        jstep.train(
+            train_step,
+            jstep.TrainState.create({"w": 0.0}, optimizer),
+            no_batch,
+            9,
+            checkpoint_dir=where,
+        )
 
     def missing(*_):
         raise ImportError("an event file needs tensorboard")
@@ -116,11 +134,16 @@ def test_the_numbers_are_those_of_the_other_tools(restarted):
     where = restarted / "trunk"
     page = jstep.report(where).html
     rows = tables(page)
-    total, (first, second) = jstep.goodput(where), goodput_by_start(read_starts(str(where))["model"])
+    total, (first, second) = (
+        jstep.goodput(where),
+        goodput_by_start(read_starts(str(where))["model"]),
+    )
     for name, item in (("trunk", total), ("start 1", first), ("start 2", second)):
         assert [name, f"{item.fraction:.1%}"] in [row[:2] for row in rows]
         assert f"productive {item.productive:.4g} s (" in page
-    assert "steps 0 to 7, failed: ValueError: <script>alert(1)</script>" in [row[-1] for row in rows if row]
+    assert "steps 0 to 7, failed: ValueError: <script>alert(1)</script>" in [
+        row[-1] for row in rows if row
+    ]
     (run,) = jstep.runs(where)
     for name, value in run.metrics.items():
         assert f'<dt>last {name}</dt><dd title="{value!r}">{value:.4g}</dd>' in page
@@ -131,13 +154,19 @@ def test_the_numbers_are_those_of_the_other_tools(restarted):
 
 def test_training_and_evaluation_are_one_picture_with_marks(restarted):
     page = jstep.report(restarted / "trunk").html
-    (figure,) = [one for one in re.findall("<figure.*?</figure>", page) if "<figcaption>loss</figcaption>" in one]
+    (figure,) = [
+        one
+        for one in re.findall("<figure.*?</figure>", page)
+        if "<figcaption>loss</figcaption>" in one
+    ]
     assert re.findall(r'<path class="line (s\d)( pale)? (d\d)"', figure) == [
         ("s0", " pale", "d0"), ("s0", "", "d0"), ("s0", " pale", "d1"), ("s0", "", "d1"),
     ]  # fmt: skip
     assert figure.count('class="start s0"') == 1
     assert "start from step 4" in figure
-    assert {f"checkpoint {step}" for step in (4, 8, 9)} <= set(re.findall("<title>(.*?)</title>", figure))
+    assert {f"checkpoint {step}" for step in (4, 8, 9)} <= set(
+        re.findall("<title>(.*?)</title>", figure)
+    )
     assert "steps 4 to 7 were made again by a later start" in page
     assert "failed: ValueError: &lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "<script>alert" not in page
@@ -147,7 +176,9 @@ def test_several_runs_have_one_color_each(restarted):
     page = jstep.report([restarted / "branch", restarted / "trunk"]).html
     parsed(page)
     assert ["train: last_step", "2", "12: branch; 9: trunk"] in tables(page)
-    assert page == jstep.report([restarted / "branch", restarted / "trunk", restarted]).html, "each once"
+    assert page == jstep.report([restarted / "branch", restarted / "trunk", restarted]).html, (
+        "each once"
+    )
     legend = dict(re.findall(r'<path class="(s\d) d\d" d="M0,4h18"/></svg> (\w+)', page))
     assert set(legend.values()) == {"branch", "trunk"}
     assert "branch @8" in page
@@ -159,7 +190,8 @@ def test_the_page_is_valid_and_needs_nothing_from_elsewhere(restarted):
     policy = document.find(".//meta[@http-equiv='Content-Security-Policy']").get("content")
     assert policy.startswith("default-src 'none'")
     assert not re.search(
-        r"(src|href|url\()", page.replace("default-src", "").replace("style-src", "").replace("script-src", "")
+        r"(src|href|url\()",
+        page.replace("default-src", "").replace("style-src", "").replace("script-src", ""),
     )
     for svg in document.iter("svg"):
         if svg.get("role") == "img":
@@ -182,7 +214,9 @@ def test_names_are_escaped_everywhere(tmp_path):
     parsed(jstep.report(tmp_path).html).find(".//h1").text.encode()
 
 
-@pytest.mark.parametrize(("skipped", "is_told"), [([0, 1, 1, 1], True), ([1, 1, 1, 0], False), ([0, 0, 0, 1], False)])
+@pytest.mark.parametrize(
+    ("skipped", "is_told"), [([0, 1, 1, 1], True), ([1, 1, 1, 0], False), ([0, 0, 0, 1], False)]
+)
 def test_updates_that_are_skipped_are_odd(skipped, is_told, tmp_path):
     train(1, tmp_path)
     with summary.SummaryWriter(tmp_path) as writer:
@@ -222,15 +256,26 @@ def test_a_spike_of_one_step_is_seen():
 def test_a_logarithmic_axis_and_marks():
     curve = Curve("loss", np.arange(4), np.array([1000.0, 1.0, -math.inf, 0.1]))
     assert 'data-log="1"' in picture("loss", [curve])
-    assert 'data-log="0"' in picture("loss", [curve._replace(values=np.array([1000.0, 1.0, 0.0, 0.1]))])
+    assert 'data-log="0"' in picture(
+        "loss", [curve._replace(values=np.array([1000.0, 1.0, 0.0, 0.1]))]
+    )
     best = Mark("best", 3, "best", value=0.1)
-    svg = picture("loss", [curve], [best, best._replace(value=math.nan), Mark("start", 9, "after the end")])
+    svg = picture(
+        "loss", [curve], [best, best._replace(value=math.nan), Mark("start", 9, "after the end")]
+    )
     assert svg.count('class="best') == 1
     assert "after the end" not in svg
 
 
 def test_what_is_odd_of_a_start(tmp_path):
-    stall = {"time": TIME, "process": 3, "stalled": 70.5, "step": 4, "part": "waiting", "what": "waiting " * 30}
+    stall = {
+        "time": TIME,
+        "process": 3,
+        "stalled": 70.5,
+        "step": 4,
+        "part": "waiting",
+        "what": "waiting " * 30,
+    }
     write_run(tmp_path, end=None, stalls=[stall])
     page = jstep.report(tmp_path).html
     parsed(page)
@@ -251,7 +296,8 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert re.fullmatch(r"report\.html: \d+ kB\n", capsys.readouterr().out)
     parsed((tmp_path / "report.html").read_text())
     mode = (tmp_path / "report.html").stat().st_mode
-    (tmp_path / "report.html").chmod(0o4666)  # as somebody else, whose directory it is, may have made it
+    # Somebody else, whose directory it is, may have made it so.
+    (tmp_path / "report.html").chmod(0o4666)
     assert main(["report", "run"]) == 0
     assert (tmp_path / "report.html").stat().st_mode == mode
     capsys.readouterr()

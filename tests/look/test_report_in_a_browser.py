@@ -1,4 +1,5 @@
-"""The page of 1, 5, 40 and 300 runs in headless Chromium: widths, overlaps, contrasts, and what the scripts do."""
+"""The page of 1, 5, 40 and 300 runs in headless Chromium: widths, overlaps, contrasts, and what the
+scripts do."""
 
 import pytest
 from chromium import CONTRAST, NEEDED, TEXTS, look, overlap
@@ -7,11 +8,13 @@ from written_sweep import write_sweep
 import jstep
 
 pytestmark = NEEDED
-FIRST_CURVE = "return document.querySelector('.pictures figure').getBoundingClientRect().top + scrollY"
+FIRST_CURVE = (
+    "return document.querySelector('.pictures figure').getBoundingClientRect().top + scrollY"
+)
 WIDE = """
 return [...document.querySelectorAll("body *")].filter(one => !one.closest(".wide, title"))
   .filter(one => one.getBoundingClientRect().right > innerWidth + 1).map(one => one.outerHTML.slice(0, 80))
-"""
+"""  # noqa: E501
 WORDS = """
 const kinds = "h1, h2, p:not(#legend), li, .key, input, button, select, output, summary, figure text, figcaption, " +
   ".wide";
@@ -20,7 +23,7 @@ return [...document.querySelectorAll(kinds)]
   .map(one => [one, one.getBoundingClientRect()])
   .filter(([one]) => !["LABEL"].includes(one.tagName) && !one.querySelector(kinds))
   .map(([one, box]) => [(one.value ?? one.textContent).slice(0, 30), box.left, box.top, box.right, box.bottom])
-"""
+"""  # noqa: E501
 CELLS = """
 return [...document.querySelectorAll("#runs tr")].slice(0, 30).map(row => [...row.cells].map(cell => {
   const range = document.createRange();
@@ -28,7 +31,7 @@ return [...document.querySelectorAll("#runs tr")].slice(0, 30).map(row => [...ro
   const box = range.getBoundingClientRect(), own = cell.getBoundingClientRect();
   return [cell.textContent, box.left, box.right, own.left, own.right];
 }))
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +63,9 @@ def test_it_is_legible(count, width, theme, browser, pages):
     words = browser.execute_script(WORDS)
     assert not [(a[0], b[0]) for i, a in enumerate(words) for b in words[:i] if overlap(a, b)]
     for row in browser.execute_script(CELLS):
-        assert all(cell[1] >= cell[3] - 1 and cell[2] <= cell[4] + 1 for cell in row if cell[0].strip())
+        assert all(
+            cell[1] >= cell[3] - 1 and cell[2] <= cell[4] + 1 for cell in row if cell[0].strip()
+        )
     words, lines = browser.execute_script(CONTRAST)
     assert words >= 4.5
     assert lines >= 3.0
@@ -90,7 +95,8 @@ def names(browser):
 
 def cells(browser, head):
     return browser.execute_script(
-        "const at = [...document.querySelectorAll('#runs th')].findIndex(one => one.textContent == arguments[0]);"
+        "const at = [...document.querySelectorAll('#runs th')].findIndex(one "
+        "=> one.textContent == arguments[0]);"
         "const rows = [...document.querySelectorAll('#runs tbody tr')];"
         "return rows.map(row => row.cells[at].textContent.trim())",
         head,
@@ -132,7 +138,10 @@ def test_the_filter_hides_rows(opened):
 def test_a_tick_hides_a_run_in_all_pictures(opened):
     run = find(opened, "#legend .key")[0].get_attribute("data-i")
     (tick,) = find(opened, f'#runs tr[data-r="{run}"] input')
-    shown = "return [...document.querySelectorAll(`figure [data-i='${arguments[0]}']`)].map(one => one.style.display)"
+    shown = (
+        "return [...document.querySelectorAll(`figure [data-i='${arguments[0]}']`)]"
+        ".map(one => one.style.display)"
+    )
     assert len(opened.execute_script(shown, run)) == 5
     count = len(names(opened))
     opened.execute_script("arguments[0].click()", tick)
@@ -189,9 +198,15 @@ def test_the_page_of_one_run_has_values_and_keys(browser, pages):
     (key, *_) = find(browser, ".pictures .key[data-i]")
     (curve, *_) = find(browser, f'.pictures path.line[data-i="{key.get_attribute("data-i")}"]')
     key.click()
-    assert (curve.value_of_css_property("display"), key.get_attribute("aria-pressed")) == ("none", "false")
+    assert (curve.value_of_css_property("display"), key.get_attribute("aria-pressed")) == (
+        "none",
+        "false",
+    )
     key.send_keys(Keys.ENTER)
-    assert (curve.value_of_css_property("display"), key.get_attribute("aria-pressed")) == ("inline", "true")
+    assert (curve.value_of_css_property("display"), key.get_attribute("aria-pressed")) == (
+        "inline",
+        "true",
+    )
 
 
 @pytest.mark.thorough

@@ -1,4 +1,5 @@
-"""The page of several runs: its order, table, metric, options, groups by seed, colors, and text of others."""
+"""The page of several runs: its order, table, metric, options, groups by seed, colors, and text of
+others."""
 
 import html
 import itertools
@@ -27,7 +28,9 @@ def text(cell):
 def table(page):
     """The heads, and the rows as lists of text, with the blanks of the tree in front of names."""
     (found,) = parsed(page).findall(".//table[@id='runs']")
-    return [text(cell) for cell in found.iter("th")], [[text(cell) for cell in row] for row in found.find("tbody")]
+    return [text(cell) for cell in found.iter("th")], [
+        [text(cell) for cell in row] for row in found.find("tbody")
+    ]
 
 
 def seeds(page):
@@ -42,7 +45,11 @@ def column(page, name):
 
 
 def figure(page, title):
-    return next(part for part in re.findall("<figure.*?</figure>", page) if f"<figcaption>{title}</figcaption>" in part)
+    return next(
+        part
+        for part in re.findall("<figure.*?</figure>", page)
+        if f"<figcaption>{title}</figcaption>" in part
+    )
 
 
 def write_six(above, configs, least=lambda i: 1.0 + i, **fields):
@@ -71,11 +78,14 @@ def test_where_nothing_is_odd_the_table_is_first(tmp_path):
 
 
 def test_a_row_has_its_numbers_and_the_options_that_vary(tmp_path):
-    """What was chosen stands left of what was measured; numbers have four digits, and all in the tooltip."""
+    """What was chosen stands left of what was measured; numbers have four digits, and all in the
+    tooltip."""
     write_six(tmp_path, [config | {"same": 1} for config in RATES], values={"loss": 2.54321})
     page = jstep.report(tmp_path).html
     heads, rows = table(page)
-    assert heads == ["name", "status", "step", "best loss", "at step", "last loss", "lr", "wall time", "goodput"]
+    assert heads == [
+        "name", "status", "step", "best loss", "at step", "last loss", "lr", "wall time", "goodput",
+    ]  # fmt: skip
     assert rows[0] == ["r0", "finished", "300/300", "1.032", "290", "2.543", "0.1", "10 s", "90.0%"]
     assert '<td class="n" data-v="2.54321" title="2.54321">2.543</td>' in page
     assert [row[6] for row in rows] == ["0.1", "0.01", "0.001", "0.0002", "0.3", "0.05"]
@@ -85,11 +95,18 @@ def test_a_row_has_its_numbers_and_the_options_that_vary(tmp_path):
 def test_the_tree_is_padding(tmp_path):
     parent = {"path": f"{tmp_path}/r0/model-10", "step": 10}
     write_six(tmp_path, RATES[:5])
-    write_run_of_sweep(tmp_path / "s", {"lr": 9.0}, {"loss": losses(1)}, parent=parent, parent_run="00000000")
-    cells = [row.find("td") for row in parsed(jstep.report(tmp_path).html).find(".//table[@id='runs']/tbody")]
+    write_run_of_sweep(
+        tmp_path / "s", {"lr": 9.0}, {"loss": losses(1)}, parent=parent, parent_run="00000000"
+    )
+    cells = [
+        row.find("td")
+        for row in parsed(jstep.report(tmp_path).html).find(".//table[@id='runs']/tbody")
+    ]
     assert [text(cell) for cell in cells[:3]] == ["r0", "s @10", "r1"]
     assert [cell.get("style") for cell in cells[:3]] == [None, "padding-left:1.1em", None]
-    branch = re.search(r"<td[^>]*white-space: pre[^>]*>└─ s @10</td>", jstep.runs(tmp_path)._repr_html_())
+    branch = re.search(
+        r"<td[^>]*white-space: pre[^>]*>└─ s @10</td>", jstep.runs(tmp_path)._repr_html_()
+    )
     assert branch, "blanks of a tree do not collapse in a notebook"
 
 
@@ -109,7 +126,9 @@ def test_the_metric_and_its_direction(kept, name, mode, words, tmp_path):
     own = {metric: {"mode": direction, "data": None} for metric, direction in kept.items()}
     values = {"loss": 1.0, "validation/acc": 0.5, "other": 0.5}
     for i in range(6):
-        write_run_of_sweep(tmp_path / f"r{i}", {"lr": i}, {"loss": losses(i)}, best=best, kept=own, values=values)
+        write_run_of_sweep(
+            tmp_path / f"r{i}", {"lr": i}, {"loss": losses(i)}, best=best, kept=own, values=values
+        )
     page = jstep.report(tmp_path, metric=name, mode=mode).html
     assert f"The best is the {words}." in page
 
@@ -121,14 +140,18 @@ def test_without_evaluation_the_loss_ranks(tmp_path):
 
 def test_runs_without_the_metric_and_with_nan_come_last(tmp_path):
     write_six(tmp_path, RATES)
-    write_run_of_sweep(tmp_path / "nan", {"lr": 1}, {"loss": [math.nan] * 9}, values={"loss": "nan"})
+    write_run_of_sweep(
+        tmp_path / "nan", {"lr": 1}, {"loss": [math.nan] * 9}, values={"loss": "nan"}
+    )
     write_run_of_sweep(tmp_path / "other", {"lr": 2}, {"other": [1.0] * 9})
     write_run(tmp_path / "nothing", values={})
     write_start(tmp_path / "broken", b"{}")
     page = jstep.report(tmp_path, metric="loss").html
     best = column(page, "best loss")
     assert [best[name] for name in ("nan", "other", "nothing", "broken")] == [""] * 4
-    assert re.findall(r"</svg> (r\d|nan|other|nothing|broken)", page)[:6] == [f"r{i}" for i in range(6)]
+    assert re.findall(r"</svg> (r\d|nan|other|nothing|broken)", page)[:6] == [
+        f"r{i}" for i in range(6)
+    ]
     assert "loss is not finite at 9 of 9 points" in page
 
 
@@ -138,7 +161,9 @@ def test_a_group_differs_in_nothing_but_a_seed(tmp_path):
     write_six(tmp_path, configs)
     page = jstep.report(tmp_path).html
     assert [row[0] for row in table(page)[1]] == ["r0", "r1", "r2", "r3", "r4", "r5"]
-    assert seeds(page) == [["3 seeds: r0, r1, r2", "300", "2.032", "1.032", "3.032"]], "a seed may be missing"
+    assert seeds(page) == [["3 seeds: r0, r1, r2", "300", "2.032", "1.032", "3.032"]], (
+        "a seed may be missing"
+    )
 
 
 def test_a_mean_says_of_how_many_runs_it_is_and_where_they_ended(tmp_path):
@@ -163,10 +188,15 @@ def test_ten_runs_differ_in_color_and_dash_and_keep_them(tmp_path):
     write_sweep(tmp_path, 20)
     page = jstep.report(tmp_path).html
     legend = re.search('<p id="legend">(.*?)</p>', page)[1]
-    keys = re.findall(r'class="key"(?: data-i="(\d+)")?><svg[^>]*><path class="(s\d+) (d\d)"', legend)
+    keys = re.findall(
+        r'class="key"(?: data-i="(\d+)")?><svg[^>]*><path class="(s\d+) (d\d)"',
+        legend,
+    )
     assert len({color for _, color, _ in keys[:10]}) == 10
     assert keys[10:] == [("", f"s{NEUTRAL}", "d0")]
-    assert all(one[2] != other[2] for one, other in itertools.pairwise(keys[:10])), "neighbours by dashes"
+    assert all(one[2] != other[2] for one, other in itertools.pairwise(keys[:10])), (
+        "neighbours by dashes"
+    )
     assert page.count('id="legend"') == 1
     of = {run: color for run, color, _ in keys[:10]}
     for part in re.findall("<figure.*?</figure>", page):
@@ -181,10 +211,14 @@ def test_options_are_those_of_the_config(tmp_path):
     for kind in ("config", "none"):
         for i, rate in enumerate((0.1, 0.2, 0.3)):
             config = {"a/lr": rate, "a/step": i, "b/lr": rate} if kind == "config" else None
-            write_run_of_sweep(tmp_path / kind / f"r{i}", config, {"loss": losses(i)}, rate=rate, parameters=i)
+            write_run_of_sweep(
+                tmp_path / kind / f"r{i}", config, {"loss": losses(i)}, rate=rate, parameters=i
+            )
     assert table(jstep.report(tmp_path / "config").html)[0][-5:-2] == ["a/lr", "a/step", "b/lr"]
     assert table(jstep.report(tmp_path / "none").html)[0][-3:-2] == ["learning_rate"]
-    assert "learning_rate" in jstep.report(tmp_path / "config").html.partition("What differs</h2>")[2]
+    assert (
+        "learning_rate" in jstep.report(tmp_path / "config").html.partition("What differs</h2>")[2]
+    )
 
 
 def test_text_of_others_is_escaped_and_cut(tmp_path):
@@ -199,7 +233,10 @@ def test_text_of_others_is_escaped_and_cut(tmp_path):
     assert page.count("<script>") == 1
     assert not re.search("<b>\\d", page)
     (row,) = [row for row in re.findall("<tr.*?</tr>", page) if 'data-r="3"' in row]
-    cells = re.findall(r'<td(?: class="n")?(?: data-v="[^"]*")?(?: title="([^"]*)")?[^>]*>([^<]*)', row)
+    cells = re.findall(
+        r'<td(?: class="n")?(?: data-v="[^"]*")?(?: title="([^"]*)")?[^>]*>([^<]*)',
+        row,
+    )
     assert max(len(html.unescape(cut).strip()) for _, cut in cells) <= 40, cells
     assert f"failed: {words}" in html.unescape(cells[1][0])
     assert html.unescape(cells[0][0]) == f"<b>3/{'n' * 200}"
@@ -244,7 +281,9 @@ def test_reasons_are_below_the_table(tmp_path, monkeypatch):
     lines = str(jstep.runs(tmp_path)).splitlines()
     assert re.search(r"failed +300/300 +1 +2023-\S+ \S+ +10 s +1×cpu$", lines[1])
     assert max(map(len, lines)) <= 100
-    assert [line.partition(":")[0] for line in lines[7:] if line[0] != " "] == [f"r{i}" for i in range(6)]
+    assert [line.partition(":")[0] for line in lines[7:] if line[0] != " "] == [
+        f"r{i}" for i in range(6)
+    ]
     assert lines[7].startswith("r0: failed: ValueError: why why")
 
 

@@ -1,4 +1,5 @@
-"""`runs`: the status of every run by a real process, trees, differences, damage, the command line."""
+"""`runs`: the status of every run by a real process, trees, differences, damage, the command
+line."""
 
 import contextlib
 import json
@@ -24,7 +25,9 @@ def train(last_step, where, *hooks, batches=None, **options):
     state = jstep.TrainState.create({"w": 0.0}, optimizer)
     options = {"log_steps": None} | options
     given = batches or (lambda step: jnp.float32(1.0))
-    return jstep.train(train_step, state, given, last_step, checkpoint_dir=where, hooks=hooks, **options)
+    return jstep.train(
+        train_step, state, given, last_step, checkpoint_dir=where, hooks=hooks, **options
+    )
 
 
 def fail(step, state, metrics):
@@ -38,10 +41,18 @@ def done(step, state, metrics):
 def test_a_finished_run(tmp_path):
     begin = time.time()
     best = jstep.KeepBest(tmp_path / "run" / "best", "w", mode="max")
-    evaluation = jstep.EvaluationHook(lambda state: {"w": float(state.params["w"])}, every_n_steps=2, callbacks=[best])
+    evaluation = jstep.EvaluationHook(
+        lambda state: {"w": float(state.params["w"])}, every_n_steps=2, callbacks=[best]
+    )
     train(5, tmp_path / "run", evaluation, config={"width": 3})
     run = only(tmp_path)
-    assert (run.status, run.reason, run.step, run.last_step, run.prefix) == ("finished", "", 5, 5, "model")
+    assert (run.status, run.reason, run.step, run.last_step, run.prefix) == (
+        "finished",
+        "",
+        5,
+        5,
+        "model",
+    )
     assert run.path == str(tmp_path / "run")
     assert set(run.metrics) == {"loss", "learning_rate", "eval/w"}
     assert run.metrics["loss"] == pytest.approx(0.25**4 * (1 / 1), rel=1)
@@ -130,7 +141,9 @@ def test_branches_are_below_their_trunk(tmp_path, capsys):
     assert found[2].parent == (str(tmp_path / "a" / "model-20"), 20)
     text = str(found)
     begins = ["trunk ", "├─ a @10 ", "│  └─ a2 @20 ", "└─ b @10 "]
-    assert all(line.startswith(one) for line, one in zip(text.splitlines()[1:], begins, strict=True))
+    assert all(
+        line.startswith(one) for line, one in zip(text.splitlines()[1:], begins, strict=True)
+    )
     assert found._repr_html_().count("<tr") == 5
     os.rename(tmp_path, str(tmp_path) + "-moved")
     assert jstep.runs(str(tmp_path) + "-moved")[2].parent[0] == f"{tmp_path}-moved/a/model-20"

@@ -1,4 +1,5 @@
-"""Records that hold anything: whatever is in one run, the others are shown, and this one says why not."""
+"""Records that hold anything: whatever is in one run, the others are shown, and this one says why
+not."""
 
 import argparse
 import json
@@ -17,9 +18,12 @@ from jstep.stores.owners import this_process
 
 HOSTILE = [
     *(None, True, -1, 0, 1.5, 2**31, 2**63, 10**400, 1e308, float("nan"), float("inf")),
-    *("", "many", "\x1b[31mred\x7f\u202e\n", "\ud800", "\0", "x" * 100_000, "../../..", "s3://bucket/x"),
+    *(
+        "", "many", "\x1b[31mred\x7f\u202e\n", "\ud800", "\0", "x" * 100_000, "../../..",
+        "s3://bucket/x",
+    ),
     *([], {}, [1], ["a", 1], [[0, 1], {}], {"": ""}, {"0": {"0": [1]}}, {"path": 5, "step": "x"}),
-]
+]  # fmt: skip
 
 
 def seen(where, name="good"):
@@ -32,15 +36,27 @@ def seen(where, name="good"):
         assert all(type(value) is float and type(step) is int for value, step in run.best.values())
         numbers = (run.step, run.last_step, run.parameters, run.peak_bytes)
         assert all(type(count) in (int, type(None)) for count in numbers)
-        assert all(type(text) is str for text in (run.path, run.prefix, run.reason, run.devices, run.commit or ""))
+        assert all(
+            type(text) is str
+            for text in (run.path, run.prefix, run.reason, run.devices, run.commit or "")
+        )
     return next((run for run in found if run.path.endswith(name)), None), found
 
 
 def show(where, bad, capsys):
     for command in (
         *(["runs", where], ["runs", where, "--json"], ["runs", where, "--differences"]),
-        *(["runs", where, "--sort", name] for name in ("run", "status", "step", "since", "wall", "on", "loss")),
-        *(["goodput", bad], ["diff", bad], ["stalls", bad], ["diff", bad, bad], ["events", bad, "--name", "x"]),
+        *(
+            ["runs", where, "--sort", name]
+            for name in ("run", "status", "step", "since", "wall", "on", "loss")
+        ),
+        *(
+            ["goodput", bad],
+            ["diff", bad],
+            ["stalls", bad],
+            ["diff", bad, bad],
+            ["events", bad, "--name", "x"],
+        ),
         ["report", where, "-o", os.devnull],
     ):
         begin = time.process_time()
@@ -101,7 +117,12 @@ def test_a_start_of_a_newer_version(tmp_path):
     write_run(tmp_path)
     write_run(tmp_path, prefix="new", version=99, step={"from": 1})
     old, new = jstep.runs(tmp_path)
-    assert (old.status, old.prefix, new.status, new.prefix) == ("finished", "model", "unreadable", "new")
+    assert (old.status, old.prefix, new.status, new.prefix) == (
+        "finished",
+        "model",
+        "unreadable",
+        "new",
+    )
     assert "this jstep reads 2: update jstep" in new.error
     with pytest.raises(ValueError, match="none of its starts can be read"):
         jstep.goodput(tmp_path, "new")
@@ -134,7 +155,10 @@ def test_each_line_of_a_command_is_printable(capsys):
 def test_warnings_of_other_libraries_in_a_command_are_printable(tmp_path, monkeypatch):
     monkeypatch.setattr(logging, "lastResort", logging.StreamHandler())
     cli.main(["runs", str(tmp_path)])
-    assert logging.lastResort.format(logging.makeLogRecord({"msg": "\x1b[31mred\nline"})) == "\\x1b[31mred\nline"
+    assert (
+        logging.lastResort.format(logging.makeLogRecord({"msg": "\x1b[31mred\nline"}))
+        == "\\x1b[31mred\nline"
+    )
 
 
 @pytest.mark.parametrize("kind", ["fifo", "directory", "device"])
@@ -155,12 +179,21 @@ def test_what_is_not_a_file_is_never_opened(kind, tmp_path, capsys):
     assert (bad.status, good.status) == ("unreadable", "killed")
     assert cli.main(["goodput", str(tmp_path / "bad")]) == 2
     assert cli.main(["stalls", str(tmp_path / "good")]) == 0
-    assert capsys.readouterr().err.count("Is a directory" if kind == "directory" else "regular file") == 1
+    assert (
+        capsys.readouterr().err.count("Is a directory" if kind == "directory" else "regular file")
+        == 1
+    )
 
 
 def stall(**fields):
-    own = {"version": 1, "prefix": "model", "process": 0, "processes": 2, "stall": True, "since": 1.0, "renewed": 1.0}
-    return {**own, **this_process(), "kind": "batch", "what": "waiting", "line": "x.py:1", "step": 3, **fields}
+    own = {
+        "version": 1, "prefix": "model", "process": 0, "processes": 2, "stall": True, "since": 1.0,
+        "renewed": 1.0,
+    }  # fmt: skip
+    return {
+        **own, **this_process(), "kind": "batch", "what": "waiting", "line": "x.py:1", "step": 3,
+        **fields,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -188,7 +221,9 @@ def test_one_bad_stall_file(fields, problem, tmp_path, capsys):
 
 def test_silent_processes_are_shown_in_ranges(tmp_path, capsys):
     (tmp_path / "stalls").mkdir()
-    (tmp_path / "stalls" / "model.5.json").write_text(json.dumps(stall(process=5, processes=100_000)))
+    (tmp_path / "stalls" / "model.5.json").write_text(
+        json.dumps(stall(process=5, processes=100_000))
+    )
     assert cli.main(["stalls", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.strip("* ").split()[0] for line in lines[1:]] == ["5", "0–4", "6–99999"]
@@ -197,13 +232,20 @@ def test_silent_processes_are_shown_in_ranges(tmp_path, capsys):
 @pytest.mark.thorough(except_for=["\\u202eevil\\u2066"])
 @pytest.mark.parametrize("text", ["\x1b[31mred", "\u202eevil\u2066", "line\rbreak\n"])
 def test_control_characters_reach_no_terminal(text, tmp_path, capsys):
-    fields = {"values": {f"{text}/loss": 1.0}, "end": ["failed", f"E: {text}"], "devices": text, "argv": [text]}
+    fields = {
+        "values": {f"{text}/loss": 1.0},
+        "end": ["failed", f"E: {text}"],
+        "devices": text,
+        "argv": [text],
+    }
     fields |= {"setup_fields": {"stages": {"0": text}}, "config": {text: 1, "b": text}}
     write_run(tmp_path / f"a{text.strip()}", **fields)
     write_run(tmp_path / "b", config={text: 2, "b": 5})
     write_run(tmp_path / "bad", parameters=text)
     (tmp_path / "b" / "stalls").mkdir()
-    (tmp_path / "b" / "stalls" / "model.0.json").write_text(json.dumps(stall(what=text, line=text, host=text)))
+    (tmp_path / "b" / "stalls" / "model.0.json").write_text(
+        json.dumps(stall(what=text, line=text, host=text))
+    )
     (tmp_path / "b" / "stalls" / f"{text.strip()}.json").write_text(text)
     for bad in sorted(tmp_path.iterdir()):
         show(tmp_path, bad, capsys)
@@ -219,7 +261,9 @@ def damaged(folder):
     for name, changed in replaced(start(folder)):
         yield (
             f"start.{name}",
-            lambda c=changed: write_start(folder, {**c, "prefix": "model", "number": 1}, make_setup()),
+            lambda c=changed: write_start(
+                folder, {**c, "prefix": "model", "number": 1}, make_setup()
+            ),
         )
     for name, changed in replaced(make_setup()):
         yield f"setup.{name}", lambda c=changed: write_start(folder, start(folder), c)
@@ -246,7 +290,9 @@ def test_each_field_with_each_hostile_value(part, tmp_path, capsys):
 
 
 @pytest.mark.thorough(except_for=["brackets0-150-finished", "brackets1-100000-unreadable"])
-@pytest.mark.parametrize(("depth", "status"), [(150, "finished"), (300, "unreadable"), (100_000, "unreadable")])
+@pytest.mark.parametrize(
+    ("depth", "status"), [(150, "finished"), (300, "unreadable"), (100_000, "unreadable")]
+)
 @pytest.mark.parametrize("brackets", [("[", "]"), ('{"": ', "}")])
 def test_a_config_may_be_deep(depth, status, brackets, tmp_path, capsys):
     deep = brackets[0] * depth + "0" + brackets[1] * depth

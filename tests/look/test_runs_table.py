@@ -1,4 +1,5 @@
-"""The table of runs: links, repeated runs, long chains, chosen metrics, times and zones, hosts with other clocks."""
+"""The table of runs: links, repeated runs, long chains, chosen metrics, times and zones, hosts with
+other clocks."""
 
 import json
 import os
@@ -39,7 +40,9 @@ def test_links_are_followed_and_each_directory_is_listed_once(tmp_path):
         (top / name).symlink_to(target)
     assert paths_of(top) == ["exp1", "real/exp2"]
     (tmp_path / "link").symlink_to(top)
-    assert [run.path for run in jstep.runs(tmp_path / "link")] == [f"{tmp_path}/link/{name}" for name in paths_of(top)]
+    assert [run.path for run in jstep.runs(tmp_path / "link")] == [
+        f"{tmp_path}/link/{name}" for name in paths_of(top)
+    ]
 
 
 def test_a_link_gives_no_name_to_what_has_one_and_leads_to_no_run_above(tmp_path):
@@ -72,7 +75,9 @@ def write_branched(top):
     """A trunk with two branches, one of them from its best checkpoints, and another run."""
     write_run(top / "trunk", run="t")
     for name, folder in (("best", "trunk/best/best-5"), ("branch", "trunk/model-5")):
-        write_run(top / name, run=name, parent={"path": f"{top}/{folder}", "step": 5}, parent_run="t")
+        write_run(
+            top / name, run=name, parent={"path": f"{top}/{folder}", "step": 5}, parent_run="t"
+        )
     write_run(top / "another", run="o")
 
 
@@ -103,13 +108,18 @@ def test_two_directories_with_one_run_id(tmp_path, capsys):
     write_run(tmp_path / "copy", run="t")
     below = ["another", "copy", "trunk", "best", "branch"]
     assert paths_of(tmp_path) == below, "the one at the recorded path"
-    said = "copy, trunk have the run ID t: all but one are copies; a branch is below the one at the path"
+    said = (
+        "copy, trunk have the run ID t: all but one are copies; "
+        "a branch is below the one at the path"
+    )
     for more in ((), ("--json",)):
         assert cli.main(["runs", str(tmp_path), *more]) == 0
         assert said in capsys.readouterr().err
     assert jstep.report(tmp_path).html.count(said) == 1
     os.rename(tmp_path / "trunk", tmp_path / "renamed")
-    assert paths_of(tmp_path) == ["another", "best", "branch", "copy", "renamed"], "below none of them"
+    assert paths_of(tmp_path) == ["another", "best", "branch", "copy", "renamed"], (
+        "below none of them"
+    )
     assert jstep.runs(tmp_path)[2].parent == (f"{tmp_path}/trunk/model-5", 5)
     os.rename(tmp_path / "copy", tmp_path.parent / "elsewhere")
     cli.main(["runs", str(tmp_path)])
@@ -128,7 +138,11 @@ def test_a_directory_that_cannot_be_opened_is_a_row(tmp_path, monkeypatch, capsy
 
     monkeypatch.setattr(os, "scandir", scandir)
     good, locked = jstep.runs(tmp_path)
-    assert (good.status, locked.status, locked.path) == ("finished", "unreadable", str(tmp_path / "locked"))
+    assert (good.status, locked.status, locked.path) == (
+        "finished",
+        "unreadable",
+        str(tmp_path / "locked"),
+    )
     assert "Permission denied" in locked.error
     assert cli.main(["runs", str(tmp_path)]) == 1
     assert "Permission denied" in capsys.readouterr().out
@@ -139,7 +153,12 @@ def test_a_run_that_is_given_twice_is_one_row(tmp_path, monkeypatch, capsys):
         write_run(tmp_path / "top" / name, values={"loss": "nan"})
     (tmp_path / "link").symlink_to(tmp_path / "top")
     monkeypatch.chdir(tmp_path)
-    for given in (["top", "top/a"], ["top/a", f"{tmp_path}/top/"], ["link", "top"], ["top/", "link/a", "top"]):
+    for given in (
+        ["top", "top/a"],
+        ["top/a", f"{tmp_path}/top/"],
+        ["link", "top"],
+        ["top/", "link/a", "top"],
+    ):
         assert cli.main(["runs", *given, "--sort", "loss"]) == 0
         assert len(capsys.readouterr().out.splitlines()) == 3, given
         assert cli.main(["runs", *given, "--json"]) == 0
@@ -151,7 +170,9 @@ def chain(where, count, *, closed=False):
     for n in range(count):
         above = where / f"r{(n - 1) % count}" / "model-5"
         parent = {"path": str(above), "step": 5} if n or closed else None
-        write_run(where / f"r{n}", parent=parent, parent_run=parent and os.path.dirname(parent["path"]))
+        write_run(
+            where / f"r{n}", parent=parent, parent_run=parent and os.path.dirname(parent["path"])
+        )
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -170,14 +191,20 @@ def best_at(folder):
 
 
 def test_metrics_are_chosen_by_name_and_by_pattern(tmp_path, capsys):
-    write_run(tmp_path, values={"val[top1]": 1.5, "valt": 2.5, "loss": 3.5, "a,b": 4.5}, best=best_at(tmp_path))
+    write_run(
+        tmp_path,
+        values={"val[top1]": 1.5, "valt": 2.5, "loss": 3.5, "a,b": 4.5},
+        best=best_at(tmp_path),
+    )
 
     def heads(*options):
         assert cli.main(["runs", str(tmp_path), *options]) == 0
         return capsys.readouterr().out.splitlines()[0].partition(" since")[0].split()[4:]
 
     assert heads() == ["loss", "norm"]
-    assert heads("--metrics", "val[top1]") == ["val[top1]"], "the name comes before the pattern, which is valt"
+    assert heads("--metrics", "val[top1]") == ["val[top1]"], (
+        "the name comes before the pattern, which is valt"
+    )
     assert heads("--metrics", "val[t]") == ["valt"]
     assert heads("--metrics", "loss,l*,val*") == ["loss", "val[top1]", "valt"]
     assert heads("--metrics", "a,b") == ["a,b"]
@@ -236,7 +263,9 @@ def test_the_first_and_the_last_times_are_no_error(at, tmp_path):
 
 @pytest.mark.parametrize(("age", "status"), [(0.0, "running"), (600.0, "killed")])
 @pytest.mark.parametrize("offset", [-180.0, 864000.0, 0.0])
-def test_a_run_of_another_host_is_judged_by_the_clock_of_the_file_system(age, status, offset, tmp_path):
+def test_a_run_of_another_host_is_judged_by_the_clock_of_the_file_system(
+    age, status, offset, tmp_path
+):
     write_run(tmp_path, process=ELSEWHERE, now=time.time() + offset - age, end=None)
     written = time.time() - age
     os.utime(tmp_path / "starts" / "model.000001.json", (written, written))
@@ -268,10 +297,13 @@ def test_a_branch_is_below_the_copy_whose_path_it_recorded(tmp_path):
 
 @pytest.mark.parametrize("arguments", [[], ["--starts"], ["--differences"]])
 def test_the_prefixes_of_a_directory_are_read_together(arguments, tmp_path, monkeypatch):
-    """A list of the directory and all its starts, once for each prefix, would be the square of their number."""
+    """A list of the directory and all its starts, once for each prefix, would be the square of
+    their number."""
     prefixes = [f"m{i}" for i in range(5)]
     for i, prefix in enumerate(prefixes):
-        write_start(tmp_path, start(tmp_path, prefix=prefix, run=prefix, config={"lr": i}), make_setup())
+        write_start(
+            tmp_path, start(tmp_path, prefix=prefix, run=prefix, config={"lr": i}), make_setup()
+        )
         with jstep.Saver(tmp_path, prefix=prefix) as saver:
             saver.save(jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1)))
     lists, opened = [], Counter()

@@ -1,4 +1,5 @@
-"""The starts of a run as a table, as lines and as JSON: `runs --starts`, `diff RUN`, `goodput` and the page."""
+"""The starts of a run as a table, as lines and as JSON: `runs --starts`, `diff RUN`, `goodput` and
+the page."""
 
 import json
 import os
@@ -25,7 +26,8 @@ def train(where, last_step, batches=lambda step: jnp.ones(4), **options):
 
 @pytest.fixture
 def moved(tmp_path):
-    """A run with a start that failed before a step, one in another directory, and two that cannot be read."""
+    """A run with a start that failed before a step, one in another directory, and two that cannot
+    be read."""
     train(tmp_path / "base", 10, config={"lr": 0.1})
     with pytest.raises(ZeroDivisionError):
         train(tmp_path / "base", 20, batches=lambda step: 1 / 0, config={"lr": 0.2})
@@ -43,11 +45,18 @@ def shown(capsys, *arguments, code=0):
 
 def test_each_start_is_a_row(moved, capsys):
     rows = json.loads(shown(capsys, "runs", moved, "--starts", "--json"))
-    assert [(row["number"], row["first"], row["last"], row["status"], row["saved"]) for row in rows] == [
+    columns = ("number", "first", "last", "status", "saved")
+    assert [tuple(row[name] for name in columns) for row in rows] == [
         (1, 0, 10, "finished", 10), (2, None, None, "failed", None), (3, 10, 20, "finished", 20),
         (4, None, None, "unreadable", None), (5, None, None, "unreadable", None),
     ]  # fmt: skip
-    assert [os.path.basename(row["directory"] or "") for row in rows] == ["base", "base", "mix", "", ""]
+    assert [os.path.basename(row["directory"] or "") for row in rows] == [
+        "base",
+        "base",
+        "mix",
+        "",
+        "",
+    ]
     assert "config: lr: 0.1 before, 0.2 now" in rows[1]["changes"]
     assert "config: lr: 0.2 before, 0.3 now" in rows[2]["changes"]
     assert rows[2]["milliseconds"]["stepping"] > 0
@@ -61,7 +70,11 @@ def test_each_start_is_a_row(moved, capsys):
 
 def test_no_command_leaves_a_start_out(moved, capsys):
     """The same starts, changes and problems in all of them."""
-    for text in (shown(capsys, "diff", moved), shown(capsys, "goodput", moved), jstep.report(moved).html):
+    for text in (
+        shown(capsys, "diff", moved),
+        shown(capsys, "goodput", moved),
+        jstep.report(moved).html,
+    ):
         assert "start 4 could not be written, as on a full disk" in text
         assert "start 5 cannot be read: it is no JSON" in text
     rows = json.loads(shown(capsys, "runs", moved, "--starts", "--json"))
@@ -71,7 +84,10 @@ def test_no_command_leaves_a_start_out(moved, capsys):
 
 def test_the_table_of_runs_names_the_newest_checkpoint_and_former_names(moved, capsys):
     (run,) = jstep.runs(moved)
-    assert (run.newest_checkpoint, run.former_paths) == (f"{moved}/model-20", [f"{moved.parent}/base"])
+    assert (run.newest_checkpoint, run.former_paths) == (
+        f"{moved}/model-20",
+        [f"{moved.parent}/base"],
+    )
     head, row, *below = shown(capsys, "runs", moved).splitlines()
     assert head.split()[:4] == ["run", "status", "step", "saved"]
     assert row.split()[:6] == ["mix", "(was", "base)", "finished", "20/20", "20"]
@@ -87,7 +103,9 @@ def test_a_newest_checkpoint_that_is_corrupted_is_not_saved(tmp_path, capsys):
     os.remove(tmp_path / "model-4/manifest.ocdbt")
     _, row, note = shown(capsys, "runs", tmp_path).splitlines()
     assert row.split()[3] == "2"
-    assert note.endswith("finished: model-3 is corrupted; model-4 is corrupted: manifest.ocdbt is missing")
+    assert note.endswith(
+        "finished: model-3 is corrupted; model-4 is corrupted: manifest.ocdbt is missing"
+    )
     (run,) = jstep.runs(tmp_path)
     assert (run.status, run.newest_checkpoint) == ("finished", f"{tmp_path}/model-2")
     assert "<li>model-3 is corrupted</li>" in jstep.report(tmp_path).html
@@ -107,7 +125,10 @@ def test_a_start_that_was_killed_took_at_least_the_steps_of_its_last_second(tmp_
 
 def test_parts_of_a_step_that_became_slower(tmp_path, capsys):
     for number, waiting in ((1, 1.2), (2, 1.3), (3, 61.0)):
-        span, seconds = [500 * number - 500, 500 * number], {"stepping": 5.0, "waiting": waiting / 2, "hooks": 1e-4}
+        span, seconds = (
+            [500 * number - 500, 500 * number],
+            {"stepping": 5.0, "waiting": waiting / 2, "hooks": 1e-4},
+        )
         write_run(tmp_path, number, step=span, seconds=seconds)
     line = "waiting: 1.3 → 61 ms a step from step 1000 (start 3) on"
     assert jstep.goodput(tmp_path).notes == [line]

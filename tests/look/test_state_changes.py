@@ -20,7 +20,9 @@ def loss_of(params, batch):
 
 
 def halved(state, name):
-    return state.with_params({**state.params, name: jax.tree.map(lambda leaf: leaf / 2, state.params[name])})
+    return state.with_params(
+        {**state.params, name: jax.tree.map(lambda leaf: leaf / 2, state.params[name])}
+    )
 
 
 def halve_tower(step, state, metrics):
@@ -80,18 +82,25 @@ def test_the_commands_show_what_replaced_the_state(two_runs, capsys, monkeypatch
     of_both = shown(capsys, "diff", a, b, code=1)
     assert "in A, the state was changed by the body at steps 6, 9: params/head" in of_both
     assert "halve_tower" not in of_both, "both runs have it"
-    leaves = {leaf["path"]: leaf for leaf in json.loads(shown(capsys, "diff", a, b, "--json", code=1))["leaves"]}
+    leaves = {
+        leaf["path"]: leaf
+        for leaf in json.loads(shown(capsys, "diff", a, b, "--json", code=1))["leaves"]
+    }
     assert leaves["params/head"]["norms"][0] < leaves["params/head"]["norms"][1]
 
 
 def test_the_record_of_changes_is_bounded():
-    course = Course(LoopState(0, {str(i): jnp.zeros(()) for i in range(12)}), 100, Timetable(), has_body=True)
+    course = Course(
+        LoopState(0, {str(i): jnp.zeros(()) for i in range(12)}), 100, Timetable(), has_body=True
+    )
     changes = StateChanges()
     course.on_replaced = changes.add
 
     def replace(step, by, *names):
         course.position = LoopState(step, course.position.state)
-        course.replace_state(course.position.state | {str(name): jnp.zeros(()) for name in names}, by)
+        course.replace_state(
+            course.position.state | {str(name): jnp.zeros(()) for name in names}, by
+        )
 
     for step in range(30):
         replace(step, "the body", *range(10))
@@ -101,7 +110,10 @@ def test_the_record_of_changes_is_bounded():
     first, *others = changes.as_record()
     assert first["steps"] == [*range(10), *range(20, 30)]
     assert (first["count"], len(first["leaves"]), first["leaves_left_out"]) == (30, 4, 6)
-    assert [change["leaves"] for change in others] == [*([str(name)] for name in range(5)), ["other leaves"]]
+    assert [change["leaves"] for change in others] == [
+        *([str(name)] for name in range(5)),
+        ["other leaves"],
+    ]
     assert (others[-1]["by"], others[-1]["steps"]) == ("the body or a hook", [35, 36, 37, 38, 39])
     assert {len(change["by"]) for change in others[:-1]} == {80}
 

@@ -1,4 +1,5 @@
-"""The warnings of a page: what failed or is lost first and whole, what changed from start to start in a folded list."""
+"""The warnings of a page: what failed or is lost first and whole, what changed from start to start
+in a folded list."""
 
 import re
 
@@ -17,7 +18,8 @@ def warnings_of(page):
 
 
 def write_unlucky(folder):
-    """A run that failed, failed again without a step, was killed in an evaluation, and was finished then."""
+    """A run that failed, failed again without a step, was killed in an evaluation, and was finished
+    then."""
     times = [{"began": TIME + 100 * i, "now": TIME + 100 * i + 50} for i in range(6)]
     full = ["failed", "OSError: [Errno 28] No space left on device"]
     write_run(folder, 1, step=[0, 20], end=full, **times[0])
@@ -60,7 +62,14 @@ def test_of_several_runs_only_those_that_failed_are_in_the_list(tmp_path):
 
 def test_many_failed_starts_are_counted_and_the_newest_are_named(tmp_path):
     for i in range(30):
-        write_run(tmp_path, i + 1, step=None, end=["failed", f"ValueError: {i}"], began=TIME + i, now=TIME + i)
+        write_run(
+            tmp_path,
+            i + 1,
+            step=None,
+            end=["failed", f"ValueError: {i}"],
+            began=TIME + i,
+            now=TIME + i,
+        )
     loud, _ = warnings_of(jstep.report(tmp_path).html)
     assert loud[0] == "20 earlier starts failed, were killed or took no step"
     assert loud[1:] == [f"start {i + 1}: no step, failed: ValueError: {i}" for i in range(20, 30)]

@@ -1,6 +1,8 @@
-"""What the tools print, whole, for small fixed inputs; `python tests/look/test_whole_reports.py` writes it anew.
+"""What the tools print, whole, for small fixed inputs; `python tests/look/test_whole_reports.py`
+writes it anew.
 
-The texts are in whole_reports.txt beside this file: a change of a report is a change of that file, to be looked at.
+The texts are in whole_reports.txt beside this file: a change of a report is a change of that file,
+to be looked at.
 """
 
 import contextlib
@@ -55,37 +57,58 @@ def plan_of_everything():
     optimizer = jstep.partition({"slow": SLOW, "fast": FAST}, lambda path, leaf: "slow")
     steps = {0: jstep.minimize(first_loss, optimizer), 300: jstep.minimize(second_loss, optimizer)}
     hooks = [
-        *(jstep.LoggingHook(every_n_steps=100), jstep.LoggingHook(every_n_secs=10), jstep.every(300, print)),
+        *(
+            jstep.LoggingHook(every_n_steps=100),
+            jstep.LoggingHook(every_n_secs=10),
+            jstep.every(300, print),
+        ),
         *(jstep.every(1, print), AtSteps(3, 7, 20, 21, 22, 1000), AtSteps(400), AtSteps()),
     ]
     data = jstep.batches({"x": np.zeros((1000, 2), np.float32)}, {0: 4, 500: 8}, seed=0)
     plan = jstep.plan(optimizer, 1000, train_step=steps, hooks=hooks, batches=data, points=5)
-    return f"{plan}\n{plan.due!r}\n\n" + "\n".join([plan._title(), *map(str, plan._rows()), *plan._notes()])
+    return f"{plan}\n{plan.due!r}\n\n" + "\n".join(
+        [plan._title(), *map(str, plan._rows()), *plan._notes()]
+    )
 
 
 def plan_of_a_mixture():
-    sources = {name: {"x": np.zeros((rows, 2), np.float32)} for name, rows in (("a", 30), ("b", 10))}
+    sources = {
+        name: {"x": np.zeros((rows, 2), np.float32)} for name, rows in (("a", 30), ("b", 10))
+    }
     weights = {0: {"a": 0.5, "b": 0.5}, 100: {"a": 0.25, "b": 0.75}}
     return str(jstep.plan(SLOW, 400, batches=jstep.mixture(sources, 4, weights, seed=0), points=3))
 
 
 def factors_of_mup():
     def shapes(width, hidden):
-        leaves = {"in": (3, width), "hidden": (width, hidden), "b": (width,), "out": (width, 2), "scale": ()}
+        leaves = {
+            "in": (3, width),
+            "hidden": (width, hidden),
+            "b": (width,),
+            "out": (width, 2),
+            "scale": (),
+        }
         return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in leaves.items()}
 
     base, target = shapes(8, 8), shapes(32, 64)
-    names = [(name, init) for name in ("adam", "sgd", "muon", "muon_original", "hyperball") for init in INITS]
-    tables = [f"{name}, {init}\n{jstep.mup(base, target, optimizer=name, init=init)}" for name, init in names]
+    names = [
+        (name, init)
+        for name in ("adam", "sgd", "muon", "muon_original", "hyperball")
+        for init in INITS
+    ]
+    tables = [
+        f"{name}, {init}\n{jstep.mup(base, target, optimizer=name, init=init)}"
+        for name, init in names
+    ]
     return "\n".join([*tables, str(jstep.mup(base["b"], target["b"]))])
 
 
 INITS = ("fan_in", "constant")
 COST = jstep.Cost(
-    flops=3.5e12, bytes_accessed=2.5e9, params_bytes=2**20, slots_bytes=2**21, argument_bytes=2**22, output_bytes=2**22,
-    alias_bytes=2**21, temp_bytes=2**30, peak_bytes=5 * 2**30, compile_seconds=12.25,
-    devices=8, memory_bytes=2**33, loops_unknown=2, host_bytes=2**25, fits=True,
-    warnings=("short", "long " * 40),
+    flops=3.5e12, bytes_accessed=2.5e9, params_bytes=2**20, slots_bytes=2**21,
+    argument_bytes=2**22, output_bytes=2**22, alias_bytes=2**21, temp_bytes=2**30,
+    peak_bytes=5 * 2**30, compile_seconds=12.25, devices=8, memory_bytes=2**33,
+    loops_unknown=2, host_bytes=2**25, fits=True, warnings=("short", "long " * 40),
 )  # fmt: skip
 
 
@@ -93,7 +116,9 @@ def costs():
     sizes = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "bytes_accessed")
     unknown = dict.fromkeys(sizes)
     too_large = dataclasses.replace(COST, fits=False, flops=None)
-    fits = dataclasses.replace(COST, fits=True, devices=1, host_bytes=0, loops_unknown=0, warnings=())
+    fits = dataclasses.replace(
+        COST, fits=True, devices=1, host_bytes=0, loops_unknown=0, warnings=()
+    )
     return "\n".join(map(str, (COST, too_large, dataclasses.replace(COST, **unknown), fits)))
 
 
@@ -139,8 +164,21 @@ def differences_of_leaves_left_out():
         return SimpleNamespace(fingerprint=fingerprint, dtype=dtype, shape=shape)
 
     same = {"same": leaf("0")}
-    a = {**same, "a": leaf("1"), "value": leaf("2"), "dtype": leaf("3"), "shape": leaf("4"), "both": leaf("5")}
-    b = {**same, "b": leaf("1"), "value": leaf("0"), "dtype": leaf("3", "int32"), "shape": leaf("4", shape=(3, 1))}
+    a = {
+        **same,
+        "a": leaf("1"),
+        "value": leaf("2"),
+        "dtype": leaf("3"),
+        "shape": leaf("4"),
+        "both": leaf("5"),
+    }
+    b = {
+        **same,
+        "b": leaf("1"),
+        "value": leaf("0"),
+        "dtype": leaf("3", "int32"),
+        "shape": leaf("4", shape=(3, 1)),
+    }
     b["both"] = leaf("5", "int8", ())
     sides = [SimpleNamespace(left_out=of, named={}) for of in (a, b)]
     return "\n".join(f"{one.path}: {one.why}: {one.detail}" for one in differences_left_out(*sides))
@@ -149,7 +187,9 @@ def differences_of_leaves_left_out():
 def differences_of_cards():
     many = [f"line {i}" for i in range(42)]
     cases = {"no record": None, "none": [], "2": many[:2], "40": many[:40], "41": many[:41]}
-    return "\n".join(f"of {name}:\n" + "\n".join(changes_text(found)) for name, found in cases.items())
+    return "\n".join(
+        f"of {name}:\n" + "\n".join(changes_text(found)) for name, found in cases.items()
+    )
 
 
 def printed(*arguments):
@@ -170,7 +210,10 @@ def commands():
         return jstep.TrainState.create(params, optimizer, global_step=step)
 
     # A version of one length: lines are broken before it is known which words are masked.
-    with mock.patch.object(jstep, "__version__", "VERSION"), tempfile.TemporaryDirectory() as folder:
+    with (
+        mock.patch.object(jstep, "__version__", "VERSION"),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         paths = {}
         many = {f"p{i:02}": jnp.float32(i) for i in range(42)}
         runs = {
@@ -182,19 +225,22 @@ def commands():
         for name, states in runs.items():
             with jstep.Saver(f"{folder}/{name}", async_save=False) as saver:
                 for one in states:
-                    paths[name, int(one.global_step)] = saver.save(one, extra={"epoch": 3, "loss": None})
+                    paths[name, int(one.global_step)] = saver.save(
+                        one, extra={"epoch": 3, "loss": None}
+                    )
         with jstep.summary.SummaryWriter(f"{folder}/log") as writer:
             writer.add_session_log("START", 1)
             writer.add_summary(jstep.summary.scalar(["loss", "bad"], [0.5, float("nan")]), 1)
             writer.add_summary(jstep.summary.histogram("weights", np.arange(4.0)), 2)
         wanted = [
-            ["inspect", paths["a", 3]], ["inspect", paths["a", 3], "--json"], ["inspect", paths["b", 2], "--verify"],
-            ["inspect", f"{folder}/a"], ["inspect", f"{folder}/a", "--json"],
-            ["diff", f"{folder}/a", f"{folder}/a"], ["diff", f"{folder}/a", f"{folder}/b"],
-            ["diff", f"{folder}/a", f"{folder}/b", "--json"], ["diff", paths["a", 2], paths["a", 2]],
-            ["diff", paths["a", 3], paths["b", 3]], ["diff", paths["c", 3], paths["d", 4]],
-            ["events", f"{folder}/log"], ["events", f"{folder}/log", "--json"],
-            ["events", f"{folder}/log", "--name", "l*"],
+            ["inspect", paths["a", 3]], ["inspect", paths["a", 3], "--json"],
+            ["inspect", paths["b", 2], "--verify"], ["inspect", f"{folder}/a"],
+            ["inspect", f"{folder}/a", "--json"], ["diff", f"{folder}/a", f"{folder}/a"],
+            ["diff", f"{folder}/a", f"{folder}/b"],
+            ["diff", f"{folder}/a", f"{folder}/b", "--json"],
+            ["diff", paths["a", 2], paths["a", 2]], ["diff", paths["a", 3], paths["b", 3]],
+            ["diff", paths["c", 3], paths["d", 4]], ["events", f"{folder}/log"],
+            ["events", f"{folder}/log", "--json"], ["events", f"{folder}/log", "--name", "l*"],
         ]  # fmt: skip
         shown = [" ".join(map(os.path.basename, one)) + "\n" + printed(*one) for one in wanted]
         return masked("\n".join(shown), folder)
@@ -214,7 +260,14 @@ def masked(out, folder):
 REPORTS = {
     one.__name__: one
     for one in (
-        *(plan_of_everything, plan_of_a_mixture, factors_of_mup, costs, goodputs, differences_of_arrays),
+        *(
+            plan_of_everything,
+            plan_of_a_mixture,
+            factors_of_mup,
+            costs,
+            goodputs,
+            differences_of_arrays,
+        ),
         *(differences_of_leaves_left_out, differences_of_cards, commands),
     )
 }

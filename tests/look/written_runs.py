@@ -9,7 +9,12 @@ from jstep.stores.owners import this_process
 
 ELSEWHERE = {"host": "elsewhere", "space": "", "pid": 7, "started": "1"}
 TIME = 1.7e9
-PROGRAM = {"stage": 0, "batch": ["x: float32[2]"], "hyperparameters": {"learning_rate": 0.1}, "hash": "0123456789"}
+PROGRAM = {
+    "stage": 0,
+    "batch": ["x: float32[2]"],
+    "hyperparameters": {"learning_rate": 0.1},
+    "hash": "0123456789",
+}
 
 
 def start(folder, number=1, prefix="model", **fields):
@@ -21,15 +26,40 @@ def start(folder, number=1, prefix="model", **fields):
         "run": str(folder),
         "process": this_process() | {"pid": 2**30},
     }
-    own |= {"began": TIME, "now": TIME + 10, "directory": str(folder), "last_step": 100, "config": {"lr": 0.1}}
-    own |= {"devices": "1×cpu", "parameters": 3, "step": [0, 10], "seconds": {"starting": 1.0, "stepping": 9.0}}
-    own |= {"values": {"loss": 0.5}, "peak_bytes": 9, "mfu": 0.5, "commit": f"{'abc':40}", "end": ["finished", ""]}
+    own |= {
+        "began": TIME,
+        "now": TIME + 10,
+        "directory": str(folder),
+        "last_step": 100,
+        "config": {"lr": 0.1},
+    }
+    own |= {
+        "devices": "1×cpu",
+        "parameters": 3,
+        "step": [0, 10],
+        "seconds": {"starting": 1.0, "stepping": 9.0},
+    }
+    own |= {
+        "values": {"loss": 0.5},
+        "peak_bytes": 9,
+        "mfu": 0.5,
+        "commit": f"{'abc':40}",
+        "end": ["finished", ""],
+    }
     return own | {"argv": ["a"]} | fields
 
 
 def make_setup(**fields):
-    own = {"versions": {"jax": "0.10"}, "environment": {"XLA_FLAGS": "--a=1"}, "settings": {"jax_enable_x64": False}}
-    own |= {"devices": {"kind": "cpu"}, "state": {"hash": "1", "sharding": "2"}, "batches": {"hash": "1", "seed": 0}}
+    own = {
+        "versions": {"jax": "0.10"},
+        "environment": {"XLA_FLAGS": "--a=1"},
+        "settings": {"jax_enable_x64": False},
+    }
+    own |= {
+        "devices": {"kind": "cpu"},
+        "state": {"hash": "1", "sharding": "2"},
+        "batches": {"hash": "1", "seed": 0},
+    }
     own |= {"stages": {"0": "step"}, "lanes": None, "arguments": {"last_step": 100}}
     return own | {"programs": [PROGRAM]} | fields
 
@@ -55,8 +85,16 @@ def write_run(folder, number=1, setup_fields=None, **fields):
 
 def starts_of(folder, prefix="model"):
     """The starts that a run has recorded, as JSON."""
-    names = sorted(name for name in os.listdir(folder / "starts") if name.endswith(".json") and ".card." not in name)
-    return [json.loads((folder / "starts" / name).read_text()) for name in names if name.startswith(f"{prefix}.")]
+    names = sorted(
+        name
+        for name in os.listdir(folder / "starts")
+        if name.endswith(".json") and ".card." not in name
+    )
+    return [
+        json.loads((folder / "starts" / name).read_text())
+        for name in names
+        if name.startswith(f"{prefix}.")
+    ]
 
 
 def change(folder, number=1, prefix="model", **fields):

@@ -13,10 +13,19 @@ def write_run_of_sweep(folder, config, scalars, *, rate=0.1, **fields):
     """Write a run whose event file has `scalars`: tag → values, at steps 0, 10, …"""
     folder.mkdir(parents=True, exist_ok=True)
     length = max(map(len, scalars.values()), default=1)
-    arguments = {"last_step": 10 * length, "logdir": str(folder), "hooks": ["EvaluationHook(validation)"]}
+    arguments = {
+        "last_step": 10 * length,
+        "logdir": str(folder),
+        "hooks": ["EvaluationHook(validation)"],
+    }
     program = PROGRAM | {"hyperparameters": {"learning_rate": rate}}
     setup = {"arguments": arguments, "programs": [program]}
-    own = {"config": config, "last_step": 10 * length, "logdir": str(folder), "step": [0, 10 * length]}
+    own = {
+        "config": config,
+        "last_step": 10 * length,
+        "logdir": str(folder),
+        "step": [0, 10 * length],
+    }
     write_run(folder, setup_fields=setup, **{**own, "values": {}, **fields})
     events = [proto("Event")(wall_time=TIME, file_version="brain.Event:2")]
     for i in range(length):
@@ -37,7 +46,8 @@ LONG = "an-option-that-nobody-can-read-" * 3
 
 
 def write_sweep(above, count, length=30, norms=2):
-    """Write runs of many kinds: seeds, branches, NaN, failures, no evaluation, other metrics, markup, long texts."""
+    """Write runs of many kinds: seeds, branches, NaN, failures, no evaluation, other metrics,
+    markup, long texts."""
     draw = random.Random(count)
     for i in range(count):
         of_group = random.Random(i // 3) if i // 3 % 3 == 0 else draw
@@ -49,17 +59,26 @@ def write_sweep(above, count, length=30, norms=2):
         config["note"] = LONG if of_group.random() < 0.5 else "<script>alert(1)</script>"
         if i % 8 == 7:
             del config["seed"]
-        curve = losses(1.5 + abs(math.log10(config["optimizer/lr"]) + 2.5) + draw.gauss(0, 0.03), length)
+        curve = losses(
+            1.5 + abs(math.log10(config["optimizer/lr"]) + 2.5) + draw.gauss(0, 0.03), length
+        )
         if i % 13 == 5:
             curve[length // 2 :] = [math.nan] * (length - length // 2)
         scalars = {"loss": curve[: length // 2] if i % 10 == 9 else curve}
         if i % 9 != 8:
             scalars["validation/loss"] = [value + 0.1 for value in curve[::3]]
-        scalars |= {f"layer{n}/norm": [abs(draw.gauss(1, 0.1)) for _ in curve] for n in range(norms)}
+        scalars |= {
+            f"layer{n}/norm": [abs(draw.gauss(1, 0.1)) for _ in curve] for n in range(norms)
+        }
         if i % 17 == 3:
             scalars["other"] = [value**2 for value in curve]
         end = ["failed", "ValueError: " + "why " * 60] if i % 12 == 11 else ["finished", ""]
         parent = {"path": f"{above}/run-000/model-50", "step": 50} if i in (4, 5) else None
         name = f"run-{i:03}-{LONG}" if i == 3 else f"run-{i:03}"
-        last = {tag: repr(values[-1]) if math.isnan(values[-1]) else values[-1] for tag, values in scalars.items()}
-        write_run_of_sweep(above / name, config, scalars, run=f"{i:08x}", parent=parent, end=end, values=last)
+        last = {
+            tag: repr(values[-1]) if math.isnan(values[-1]) else values[-1]
+            for tag, values in scalars.items()
+        }
+        write_run_of_sweep(
+            above / name, config, scalars, run=f"{i:08x}", parent=parent, end=end, values=last
+        )

@@ -1,4 +1,5 @@
-"""Child processes that tests start: common preludes, and functions to start, synchronize and end them."""
+"""Child processes that tests start: common preludes, and functions to start, synchronize and end
+them."""
 
 import signal
 
@@ -15,7 +16,7 @@ directory = sys.argv[1]
 
 def say(*words):
     print(*words, flush=True)
-"""
+"""  # noqa: E501
 
 MODEL = """
 DATA = jstep.batches({"x": np.random.default_rng(0).normal(size=(64, 8)).astype("f")}, batch_size=8, seed=1)
@@ -49,7 +50,7 @@ class Counted:
 def train(last_step, batches=DATA, state=None, **kwargs):
     kwargs.setdefault("progress", False)
     return jstep.train(STEP, make_state() if state is None else state, batches, last_step, **kwargs)
-"""
+"""  # noqa: E501
 
 
 def start(script, directory, *args, prelude=IMPORTS + MODEL, stderr=None):
@@ -67,7 +68,8 @@ def kill_all():
 
 
 def read_until(process, word):
-    """Read the output of a process until a line that starts with `word`; return the words of this line."""
+    """Read the output of a process until a line that starts with `word`; return the words of this
+    line."""
     for line in process.stdout:
         if line.startswith(word):
             return line.split()
@@ -75,7 +77,8 @@ def read_until(process, word):
 
 
 def signalled(script, directory, word, number=signal.SIGTERM):
-    """Start a script and send it a signal as soon as it prints a line that starts with a word; return the process."""
+    """Start a script and send it a signal as soon as it prints a line that starts with a word;
+    return the process."""
     process = start(script, directory)
     read_until(process, word)
     process.send_signal(number)

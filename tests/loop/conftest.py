@@ -1,4 +1,5 @@
-"""After each test: kill its processes, and check for threads, signal handlers and logging configuration left behind."""
+"""After each test: kill its processes, and check for threads, signal handlers and logging
+configuration left behind."""
 
 import logging
 import signal

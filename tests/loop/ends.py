@@ -1,4 +1,5 @@
-"""A run to which something comes in one of its phases; also a program: `ends.py PHASE WHAT DIRECTORY`."""
+"""A run to which something comes in one of its phases; also a program: `ends.py PHASE WHAT
+DIRECTORY`."""
 
 import signal
 import sys
@@ -13,9 +14,12 @@ from jstep.core import signals
 from jstep.hooks.run_hook import RunHook
 
 PHASES = (
-    *("start", "waiting", "compiling", "call", "hook of train", "hook", "evaluation of train", "evaluation", "body"),
+    *(
+        "start", "waiting", "compiling", "call", "hook of train", "hook", "evaluation of train",
+        "evaluation", "body",
+    ),
     *("save", "end", "after", "closing"),
-)
+)  # fmt: skip
 STOPS = "SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "stop_secs"
 AT, LAST = 5, 8
 """The step at which it comes, except in `start`, `end`, `after` and `closing`, and the last one."""
@@ -26,19 +30,27 @@ class BoomError(Exception):
 
 
 class Comes:
-    """What comes in one phase, once; an error comes each time, and a second SIGINT at once, or in a later phase.
+    """What comes in one phase, once; an error comes each time, and a second SIGINT at once, or in a
+    later phase.
 
     `spend` is called before that, each time.
     """
 
     def __init__(self, phase, what, spend):
-        self.phase, self.what, self.spend, self.step = phase.removesuffix(" of train"), what, spend, 0
+        self.phase, self.what, self.spend, self.step = (
+            phase.removesuffix(" of train"),
+            what,
+            spend,
+            0,
+        )
         self.left = 2 if what == "SIGINT twice" else 1
 
     def at(self, phase):
         if phase == self.phase:
             self.spend()
-        if not self.left or (phase != self.phase and not (self.what == "SIGINT twice" and self.left == 1)):
+        if not self.left or (
+            phase != self.phase and not (self.what == "SIGINT twice" and self.left == 1)
+        ):
             return
         if self.what == "an error":
             raise BoomError(phase)
@@ -109,7 +121,8 @@ class Closes(RunHook):
 
 
 def train_step(comes):
-    """Return a training step, and the optimizer; in a call, what comes is in a callback of the device, or before it."""
+    """Return a training step, and the optimizer; in a call, what comes is in a callback of the
+    device, or before it."""
 
     def loss_fn(params, x):
         if x.shape == (3,):
@@ -146,8 +159,8 @@ def run(phase, what, directory, spend=lambda: None, ends=()):
     arguments = step, jstep.TrainState.create({"w": jnp.float32(0)}, optimizer), Loader(comes), LAST
     options = {
         "hooks": hooks, "checkpoint_dir": directory, "save_checkpoint_secs": None,
-        "save_checkpoint_steps": AT if phase == "save" else None, "stop_secs": 1000.0 if what == "stop_secs" else None,
-        "log_steps": None, "progress": False,
+        "save_checkpoint_steps": AT if phase == "save" else None,
+        "stop_secs": 1000.0 if what == "stop_secs" else None, "log_steps": None, "progress": False,
     }  # fmt: skip
     if phase.endswith(" of train"):
         return jstep.train(*arguments, **options)

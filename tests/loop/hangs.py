@@ -15,7 +15,8 @@ SECS = r"\d+(?:\.\d+)? s"
 
 
 class Hang(logging.Handler):
-    """Blocks its caller until the log has so many lines about a stall since then, which are its `lines`."""
+    """Blocks its caller until the log has so many lines about a stall since then, which are its
+    `lines`."""
 
     def __init__(self, count=1):
         super().__init__(logging.WARNING)

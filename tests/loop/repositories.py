@@ -9,19 +9,31 @@ import pytest
 
 
 def git(folder, *words, users=False):
-    """Run git; as its user would, that is, with the global config of the test, and whatever it returns."""
-    environment = {name: value for name, value in os.environ.items() if users or not name.startswith("GIT_")}
-    names = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    """Run git; as its user would, that is, with the global config of the test, and whatever it
+    returns."""
+    environment = {
+        name: value for name, value in os.environ.items() if users or not name.startswith("GIT_")
+    }
+    names = {
+        f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
+    }
     command = ["git", "-c", "protocol.file.allow=always", "-C", str(folder), *words]
     result = subprocess.run(
-        command, env=environment | names, capture_output=True, text=True, check=not users, timeout=60
+        command,
+        env=environment | names,
+        capture_output=True,
+        text=True,
+        check=not users,
+        timeout=60,
     )
     return result.stdout.strip()
 
 
 def at(folder, monkeypatch, program=None):
     monkeypatch.chdir(folder)
-    monkeypatch.setitem(sys.modules, "__main__", types.SimpleNamespace(**({"__file__": program} if program else {})))
+    monkeypatch.setitem(
+        sys.modules, "__main__", types.SimpleNamespace(**({"__file__": program} if program else {}))
+    )
 
 
 @pytest.fixture
@@ -39,12 +51,15 @@ def repository(tmp_path, monkeypatch):
 
 @pytest.fixture
 def fake_git(tmp_path, monkeypatch):
-    """Return a function that puts a git on the path, which runs a shell script if its words contain one of them."""
+    """Return a function that puts a git on the path, which runs a shell script if its words contain
+    one of them."""
 
     def fake(word, script):
         folder = tmp_path / "bin"
         folder.mkdir()
-        real = subprocess.run(["which", "git"], capture_output=True, text=True, check=True).stdout.strip()
+        real = subprocess.run(
+            ["which", "git"], capture_output=True, text=True, check=True
+        ).stdout.strip()
         script = f"PIDS={tmp_path}/pids; echo $$ >> $PIDS; {script}; exit"
         text = f'#!/bin/sh\ncase "$*" in *{word}*) {script};; esac\nexec {real} "$@"\n'
         (folder / "git").write_text(text)

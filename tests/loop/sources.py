@@ -63,11 +63,15 @@ class Positioned(positioned.Positioned):
 
 
 class Stateful:
-    """A loader like those of torchdata and datasets: it has a state, which takes effect in the next `iter`."""
+    """A loader like those of torchdata and datasets: it has a state, which takes effect in the next
+    `iter`."""
 
     def __init__(self, end=100, make=None, unmake=None):
         self.end, self.begin, self.calls = end, 0, []
-        self.make, self.unmake = make or (lambda at: {"at": at}), unmake or (lambda state: state["at"])
+        self.make, self.unmake = (
+            make or (lambda at: {"at": at}),
+            unmake or (lambda state: state["at"]),
+        )
         self.live = None
 
     def __iter__(self):

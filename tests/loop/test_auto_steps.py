@@ -1,4 +1,5 @@
-"""`steps_per_call="auto"`: the number of steps of a call is chosen from the times and the lengths of calls."""
+"""`steps_per_call="auto"`: the number of steps of a call is chosen from the times and the lengths
+of calls."""
 
 import logging
 import types
@@ -25,7 +26,8 @@ def batches(step):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "most"), [(26e-6, 64), (78e-6, 64), (80e-6, 32), (1e-3, 4), (2.5e-3, 2), (2.6e-3, 1), (1.0, 1)]
+    ("seconds", "most"),
+    [(26e-6, 64), (78e-6, 64), (80e-6, 32), (1e-3, 4), (2.5e-3, 2), (2.6e-3, 1), (1.0, 1)],
 )
 def test_a_call_takes_at_most_five_milliseconds(seconds, most):
     assert choose_max_steps(seconds) == most
@@ -63,7 +65,9 @@ def run_auto(seconds_of_call, error=None, cut=MAX_STEPS_PER_CALL):
         return None, None
 
     while not auto.is_over:
-        auto.run_timed(None, Chunk(types.SimpleNamespace(run=run), (), min(cut, table.max_steps or 1), 0))
+        auto.run_timed(
+            None, Chunk(types.SimpleNamespace(run=run), (), min(cut, table.max_steps or 1), 0)
+        )
         assert len(lengths) < 100
     return table, lengths
 
@@ -75,17 +79,22 @@ def test_calls_that_compile_do_not_count_and_the_shortest_decides(caplog):
     table, lengths = run_auto(lambda call, steps: seconds[call % 7] * steps)
     assert (table.done, table.max_steps) == ([("compile", 4)], 4)
     assert lengths == [1] * 7 + [4] * 7
-    assert caplog.messages == ['steps_per_call="auto": up to 4 steps per call (one step takes 1 ms)']
+    assert caplog.messages == [
+        'steps_per_call="auto": up to 4 steps per call (one step takes 1 ms)'
+    ]
 
 
 @pytest.mark.usefixtures("compile_at_once")
 def test_the_time_of_a_step_is_without_the_overhead_of_a_single_call(caplog):
-    """A call takes 0.8 ms, and each of its steps 0.04: by single calls alone, 4 steps would be chosen."""
+    """A call takes 0.8 ms, and each of its steps 0.04: by single calls alone, 4 steps would be
+    chosen."""
     caplog.set_level(logging.INFO)
     table, _ = run_auto(lambda call, steps: 0.8e-3 + 0.04e-3 * steps)
     assert table.done == [("compile", 4), ("compile", 16), ("compile", 32), ("compile", 64)]
     assert table.max_steps == 64
-    assert caplog.messages == ['steps_per_call="auto": up to 64 steps per call (one step takes 0.0525 ms)']
+    assert caplog.messages == [
+        'steps_per_call="auto": up to 64 steps per call (one step takes 0.0525 ms)'
+    ]
 
 
 @pytest.mark.usefixtures("compile_at_once")
@@ -105,12 +114,24 @@ def test_long_steps_are_timed_once():
     [
         (1, [4, None], None, "1 step per call, as none had more than 1 (one step takes 0.84 ms)"),
         (2, [4, 2], 2, "up to 2 steps per call, as none had more than 2 (one step takes 0.44 ms)"),
-        (10, [4, 16, 32, 16], 16, "up to 16 steps per call, as none had more than 10 (one step takes 0.12 ms)"),
-        (16, [4, 16, 32, 16], 16, "up to 16 steps per call, as none had more than 16 (one step takes 0.09 ms)"),
+        (
+            10,
+            [4, 16, 32, 16],
+            16,
+            "up to 16 steps per call, as none had more than 10 (one step takes 0.12 ms)",
+        ),
+        (
+            16,
+            [4, 16, 32, 16],
+            16,
+            "up to 16 steps per call, as none had more than 16 (one step takes 0.09 ms)",
+        ),
         (36, [4, 16, 32, 64], 64, "up to 64 steps per call (one step takes 0.0622 ms)"),
     ],
 )
-def test_calls_that_hooks_end_early_are_not_padded_to_twice_their_steps(cut, compiled, last, text, caplog):
+def test_calls_that_hooks_end_early_are_not_padded_to_twice_their_steps(
+    cut, compiled, last, text, caplog
+):
     caplog.set_level(logging.INFO)
     table, lengths = run_auto(lambda call, steps: 0.8e-3 + 0.04e-3 * steps, cut=cut)
     assert table.done == [("compile", most) for most in compiled]
@@ -123,7 +144,9 @@ def test_calls_that_hooks_end_early_are_not_padded_to_twice_their_steps(cut, com
 def test_a_program_that_cannot_be_compiled_ends_the_choice(caplog):
     table, _ = run_auto(lambda call, steps: 1e-3 * steps, MemoryError("too large"))
     assert (table.done, table.max_steps) == ([("compile", 4)], None)
-    assert caplog.messages == ["the program of up to 4 steps could not be compiled: MemoryError: too large"]
+    assert caplog.messages == [
+        "the program of up to 4 steps could not be compiled: MemoryError: too large"
+    ]
 
 
 @pytest.mark.parametrize(("fails_on", "most"), [(None, 4), (1, None)])
@@ -172,13 +195,18 @@ def test_the_longer_program_is_known_to_be_compiled() -> None:
 
 
 def test_a_run_whose_hooks_end_all_calls_goes_back_to_shorter_ones(monkeypatch, caplog):
-    """It has the bits of a run of long calls, and its programs are not compiled for a second time."""
+    """It has the bits of a run of long calls, and its programs are not compiled for a second
+    time."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(dispatch, "choose_max_steps", lambda seconds: 64)
     monkeypatch.setattr(dispatch, "run_in_background", lambda function, name: function())
     hooks = [jstep.every(3, lambda step, state, metrics: None)]
-    step = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)  # compiled by no other test
+    # No other test compiles this step.
+    step = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)
     auto = train(60, batches, step=step, steps_per_call="auto", hooks=hooks)
     choice = 'steps_per_call="auto": up to 4 steps per call, as none had more than 3'
-    assert [text.partition(" (")[0] for text in caplog.messages] == ["compiling train_step for 1 step", choice]
+    assert [text.partition(" (")[0] for text in caplog.messages] == [
+        "compiling train_step for 1 step",
+        choice,
+    ]
     assert same(auto, train(60, batches, step=step, steps_per_call=8))

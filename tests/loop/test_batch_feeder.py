@@ -24,11 +24,14 @@ from jstep.loop.feeder import BatchFeeder, BatchReader, fetch_by_all
 
 
 def test_a_source_that_ends_between_calls_gives_no_empty_call():
-    assert [call.steps for call in handed_out(open_source([1, 2, 3, 4], 0, 9, None), [9], most=2)] == [2, 2]
+    calls = handed_out(open_source([1, 2, 3, 4], 0, 9, None), [9], most=2)
+    assert [call.steps for call in calls] == [2, 2]
     assert handed_out(open_source([], 0, 9, None), [9], most=2) == []
 
 
-@pytest.mark.parametrize("other", [{"x": np.zeros((3, 2))}, {"y": np.zeros((4, 2))}, {"x": np.zeros((4, 2), int)}])
+@pytest.mark.parametrize(
+    "other", [{"x": np.zeros((3, 2))}, {"y": np.zeros((4, 2))}, {"x": np.zeros((4, 2), int)}]
+)
 def test_batches_of_other_shapes_begin_another_call(other):
     first = {"x": np.zeros((4, 2))}
     source = open_source([first, first, other, other, first], 0, 9, None)
@@ -112,7 +115,8 @@ def test_a_thread_keeps_no_batch_alive_that_was_handed_out():
 
 @each_way
 def test_an_interrupted_wait_loses_no_batch(way):
-    """StopWaiting can be raised after the source has advanced and before the batch is handed out."""
+    """StopWaiting can be raised after the source has advanced and before the batch is handed
+    out."""
 
     class Interrupted(Positioned):
         def __next__(self):
@@ -131,11 +135,19 @@ def test_an_interrupted_wait_loses_no_batch(way):
 
 def test_all_processes_fetch_the_first_batch_or_none_does(monkeypatch):
     three = Fellows(monkeypatch, 3)
-    assert three.each(lambda i: list(fetch_by_all([i, "next"]))) == [[0, "next"], [1, "next"], [2, "next"]]
+    assert three.each(lambda i: list(fetch_by_all([i, "next"]))) == [
+        [0, "next"],
+        [1, "next"],
+        [2, "next"],
+    ]
     assert three.each(lambda i: list(fetch_by_all([]))) == [[], [], []]
     first, none, last = three.each(lambda i: list(fetch_by_all([] if i == 1 else [i])))
     words = "batches: another process has no batch at all; give each process a part"
-    assert (repr(first), none, repr(last)) == (f"ValueError({words!r})", [], f"ValueError({words!r})")
+    assert (repr(first), none, repr(last)) == (
+        f"ValueError({words!r})",
+        [],
+        f"ValueError({words!r})",
+    )
 
     def broken():
         raise OSError("a file is gone")
@@ -143,4 +155,6 @@ def test_all_processes_fetch_the_first_batch_or_none_does(monkeypatch):
 
     *others, own = three.each(lambda i: list(fetch_by_all(broken() if i == 2 else [i])))
     words = "batches: the first one cannot be fetched: process 2: OSError: a file is gone"
-    assert [*map(repr, others), repr(own)] == [f"RuntimeError({words!r})"] * 2 + ["OSError('a file is gone')"]
+    assert [*map(repr, others), repr(own)] == [f"RuntimeError({words!r})"] * 2 + [
+        "OSError('a file is gone')"
+    ]

@@ -30,7 +30,9 @@ def dense(params, x, labels):
 
 
 def convolutional(params, x, labels):
-    h = jax.lax.conv_general_dilated(x, params["a"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    h = jax.lax.conv_general_dilated(
+        x, params["a"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
     return cross_entropy(jax.nn.relu(h).mean((1, 2)) @ params["b"], labels)
 
 
@@ -41,9 +43,13 @@ class Net(NamedTuple):
 
 
 NETS = {
-    "dense": Net(dense, {"a": new(32, 64), "b": new(64, 10)}, RNG.normal(size=(128, 32)).astype(np.float32)),
+    "dense": Net(
+        dense, {"a": new(32, 64), "b": new(64, 10)}, RNG.normal(size=(128, 32)).astype(np.float32)
+    ),
     "convolutional": Net(
-        convolutional, {"a": new(3, 3, 1, 16), "b": new(16, 10)}, RNG.normal(size=(128, 14, 14, 1)).astype(np.float32)
+        convolutional,
+        {"a": new(3, 3, 1, 16), "b": new(16, 10)},
+        RNG.normal(size=(128, 14, 14, 1)).astype(np.float32),
     ),
 }
 
@@ -56,16 +62,26 @@ class Task:
         self.step = jstep.minimize(net.loss, self.optimizer)
         self.params, self.mesh = net.params, mesh
         self.data = jstep.batches((net.x, CLASSES), 16)
-        self.sharding = {} if mesh is None else {"batch_sharding": jax.NamedSharding(mesh, P("data"))}
+        self.sharding = (
+            {} if mesh is None else {"batch_sharding": jax.NamedSharding(mesh, P("data"))}
+        )
 
     def state(self):
         state = jstep.TrainState.create(jax.tree.map(jnp.copy, self.params), self.optimizer)
         return state if self.mesh is None else jstep.shard_state(state, self.mesh)
 
     def trained(self, last, hooks=(), **options):
-        options = {"steps_per_call": 8, "log_steps": None, "progress": False, **self.sharding, **options}
+        options = {
+            "steps_per_call": 8,
+            "log_steps": None,
+            "progress": False,
+            **self.sharding,
+            **options,
+        }
         state = jstep.train(self.step, self.state(), self.data, last, hooks=hooks, **options)
-        wait_until(lambda: not any(thread.name == "jstep-compile" for thread in threading.enumerate()))
+        wait_until(
+            lambda: not any(thread.name == "jstep-compile" for thread in threading.enumerate())
+        )
         return state
 
 
@@ -97,8 +113,12 @@ def test_one_row_is_looped_as_several_are():
 
     def trained(steps_per_call):
         state = jstep.TrainState.create({"w": jnp.ones(4)}, optimizer)
-        state = jstep.train(step, state, lambda i: x[i], 10, steps_per_call=steps_per_call, progress=False)
-        wait_until(lambda: not any(thread.name == "jstep-compile" for thread in threading.enumerate()))
+        state = jstep.train(
+            step, state, lambda i: x[i], 10, steps_per_call=steps_per_call, progress=False
+        )
+        wait_until(
+            lambda: not any(thread.name == "jstep-compile" for thread in threading.enumerate())
+        )
         return state
 
     assert trained("auto") == trained(4) == trained(2)
@@ -114,10 +134,16 @@ def test_bits_do_not_depend_on_hooks_and_cuts(net, tmp_path):
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("where", ["one device", "auto axes", "explicit axes"])
 def test_bits_do_not_depend_on_steps_per_call(net, where, tmp_path):
-    kind = {"auto axes": jax.sharding.AxisType.Auto, "explicit axes": jax.sharding.AxisType.Explicit}.get(where)
+    kind = {
+        "auto axes": jax.sharding.AxisType.Auto,
+        "explicit axes": jax.sharding.AxisType.Explicit,
+    }.get(where)
     mesh = None if kind is None else jax.make_mesh((8,), ("data",), axis_types=(kind,))
     task = Task(NETS[net], mesh)
-    found = [assert_no_cut_changes_a_bit(task, tmp_path / str(k), steps_per_call=k) for k in (2, 7, 8, 100)]
+    found = [
+        assert_no_cut_changes_a_bit(task, tmp_path / str(k), steps_per_call=k)
+        for k in (2, 7, 8, 100)
+    ]
     assert all(other == found[0] for other in found[1:])
     assert task.trained(24, steps_per_call="auto") == found[0]
     if net == "convolutional":
@@ -134,7 +160,9 @@ def test_convolutions_on_a_cpu_run_one_step_a_call(caplog):
     assert task.trained(6, [hook]) == single
     assert calls == [0, 1, 2, 3, 4, 5]
     (line,) = [r.getMessage() for r in caplog.records if "one step per call" in r.getMessage()]
-    assert line == "train_step runs one step per call: XLA runs convolutions on a CPU much slower in a loop"
+    assert line == (
+        "train_step runs one step per call: XLA runs convolutions on a CPU much slower in a loop"
+    )
 
 
 @pytest.fixture

@@ -46,7 +46,8 @@ def slow_step(*_):
     ],
 )
 def test_a_loader_can_reuse_its_buffer(wait, kwargs, offset):
-    expected = train(60, map(np.copy, reused_buffer()), step=STEP, state=make_state()).params["a"][0]
+    trained = train(60, map(np.copy, reused_buffer()), step=STEP, state=make_state())
+    expected = trained.params["a"][0]
     state = train(60, reused_buffer(wait, offset), step=STEP, state=make_state(), **kwargs)
     np.testing.assert_allclose(state.params["a"][0], expected, rtol=1e-5)
 
@@ -99,12 +100,18 @@ class WithFailingNumpy(WithDlpack):
 def test_tensors_give_the_results_of_arrays(kind, steps_per_call):
     expected = train(6, lambda n: np.full(1024, n, np.float32), step=STEP, state=make_state())
     tensors = train(
-        6, lambda n: kind(np.full(1024, n, np.float32)), step=STEP, state=make_state(), steps_per_call=steps_per_call
+        6,
+        lambda n: kind(np.full(1024, n, np.float32)),
+        step=STEP,
+        state=make_state(),
+        steps_per_call=steps_per_call,
     )
     np.testing.assert_allclose(tensors.params["a"], expected.params["a"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("make", [lambda x: x, lambda x: (x, 1.5), lambda x: {"b": x, "a": x}, lambda x: Pair(x, [x])])
+@pytest.mark.parametrize(
+    "make", [lambda x: x, lambda x: (x, 1.5), lambda x: {"b": x, "a": x}, lambda x: Pair(x, [x])]
+)
 @pytest.mark.parametrize(
     "array",
     [

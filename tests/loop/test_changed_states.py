@@ -1,4 +1,5 @@
-"""A state, or a hyperparameter in it, that was changed between two starts of a run: what is logged."""
+"""A state, or a hyperparameter in it, that was changed between two starts of a run: what is
+logged."""
 
 import logging
 
@@ -24,7 +25,12 @@ def make_state(optimizer, step=0):
 
 def run(directory, optimizer, last_step, state=None, *, body=False, **options):
     state = make_state(optimizer) if state is None else state
-    arguments = (jstep.minimize(loss_fn, optimizer), state, lambda n: np.zeros(2, np.float32), last_step)
+    arguments = (
+        jstep.minimize(loss_fn, optimizer),
+        state,
+        lambda n: np.zeros(2, np.float32),
+        last_step,
+    )
     options = {"checkpoint_dir": directory, "progress": False, "log_steps": None} | options
     if not body:
         return jstep.train(*arguments, **options)
@@ -78,11 +84,19 @@ def test_the_state_that_a_run_returned_is_not_a_changed_one(tmp_path, caplog):
 OPTIMIZERS = {
     "held": (held, "learning_rate"),
     "scope": (lambda rate: jstep.scope(held(rate), "a"), "a/learning_rate"),
-    "label": (lambda rate: jstep.partition({"a": held(rate)}, lambda path, leaf: "a"), "a/learning_rate"),
-    "optax": (lambda rate: optax.inject_hyperparams(optax.sgd)(rate), "optax/hyperparams/learning_rate"),
+    "label": (
+        lambda rate: jstep.partition({"a": held(rate)}, lambda path, leaf: "a"),
+        "a/learning_rate",
+    ),
+    "optax": (
+        lambda rate: optax.inject_hyperparams(optax.sgd)(rate),
+        "optax/hyperparams/learning_rate",
+    ),
     "wrapped optax": (
         lambda rate: jstep.skip_nonfinite(
-            jstep.scope(optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.sgd)(rate)), "b")
+            jstep.scope(
+                optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.sgd)(rate)), "b"
+            )
         ),
         "b/optax/1/hyperparams/learning_rate",
     ),
@@ -96,20 +110,26 @@ def test_a_new_number_is_named_at_each_restart(kind, tmp_path, caplog):
     for last_step in (3, 4):
         run(tmp_path, make(0.01), last_step)
         (line,) = warnings_in(caplog)
-        assert f"the hyperparameter {name!r} is created as 0.01, but was 0.1 when this run began" in line
+        assert (
+            f"the hyperparameter {name!r} is created as 0.01, but was 0.1 when this run began"
+        ) in line
     run(tmp_path, make(0.1), 5)
     assert warnings_in(caplog) == []
 
 
 def test_a_number_that_a_hook_has_set_is_not_named(tmp_path, caplog):
     run(tmp_path, held(0.1), 2)
-    set_rate = jstep.every(1, lambda step, state, metrics: jstep.set_hyperparameter(state, "learning_rate", 0.01))
+    set_rate = jstep.every(
+        1, lambda step, state, metrics: jstep.set_hyperparameter(state, "learning_rate", 0.01)
+    )
     run(tmp_path, held(0.1), 3, hooks=[set_rate])
     run(tmp_path, held(0.01), 4)
     assert warnings_in(caplog) == []
     run(tmp_path, held(0.05), 5)
     (line,) = warnings_in(caplog)
-    assert "is created as 0.05, but was 0.1 when this run began. The value in model-4 is used, 0.01" in line
+    assert (
+        "is created as 0.05, but was 0.1 when this run began. The value in model-4 is used, 0.01"
+    ) in line
 
 
 def test_schedules_of_optax_are_no_numbers(tmp_path, caplog):

@@ -1,4 +1,5 @@
-"""The commit and the edits of a run. git is real; where it is slow or absent, it is faked by a program on the path."""
+"""The commit and the edits of a run. git is real; where it is slow or absent, it is faked by a
+program on the path."""
 
 import collections
 import logging
@@ -69,7 +70,11 @@ def test_the_variables_of_a_hook_of_git_name_no_other_repository(repository, tmp
     expected = code.code_version()
     (tmp_path / "other").mkdir()
     git(tmp_path / "other", "init", "-q")
-    for name, place in {"GIT_DIR": ".git", "GIT_WORK_TREE": ".", "GIT_INDEX_FILE": ".git/index"}.items():
+    for name, place in {
+        "GIT_DIR": ".git",
+        "GIT_WORK_TREE": ".",
+        "GIT_INDEX_FILE": ".git/index",
+    }.items():
         monkeypatch.setenv(name, str(tmp_path / "other" / place))
     assert code.code_version() == expected
 
@@ -101,7 +106,8 @@ def test_a_git_in_the_current_directory_is_not_run(repository, monkeypatch):
 
 
 def test_git_has_no_pipe_that_a_forked_worker_would_keep_open(repository, monkeypatch):
-    """A worker of a loader that is forked meanwhile kept the pipe of a `subprocess`, which waited for its end."""
+    """A worker of a loader that is forked meanwhile kept the pipe of a `subprocess`, which waited
+    for its end."""
 
     def pipe():
         raise AssertionError("a pipe was opened")
@@ -158,7 +164,9 @@ def test_a_git_that_is_no_git(name, repository, fake_git, monkeypatch):
     word, script, edits = SCRIPTS[name]
     head = git(repository, "rev-parse", "HEAD")
     fake_git(word, script)
-    monkeypatch.setattr(code, "GIT_TIMEOUT_SECS", 0.5 if "hangs" in name or "signals" in name else 20.0)
+    monkeypatch.setattr(
+        code, "GIT_TIMEOUT_SECS", 0.5 if "hangs" in name or "signals" in name else 20.0
+    )
     began = time.monotonic()
     found = code.code_version()
     assert time.monotonic() - began < 15
@@ -176,7 +184,8 @@ def test_a_run_that_ends_before_git(repository, fake_git, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "key", ["core.fsmonitor", "filter.x.clean", "filter.x.process", "diff.x.textconv", "diff.external"]
+    "key",
+    ["core.fsmonitor", "filter.x.clean", "filter.x.process", "diff.x.textconv", "diff.external"],
 )
 def test_no_program_of_the_config_of_a_repository_is_run(repository, tmp_path, key):
     mark = tmp_path / "was-run"
@@ -197,18 +206,26 @@ def test_no_program_of_the_config_of_a_repository_is_run(repository, tmp_path, k
 @pytest.mark.parametrize("scope", ["repository", "user", "system", "environment"])
 @pytest.mark.parametrize("name", ["x", "a.b", "a=b", ""])
 def test_no_filter_of_any_config_is_run(repository, tmp_path, monkeypatch, scope, name):
-    """`git diff` would run that of the user in the repository, where `python -m` imports what is there."""
+    """`git diff` would run that of the user in the repository, where `python -m` imports what is
+    there."""
     mark = tmp_path / "was-run"
     (repository / ".gitattributes").write_text(f"*.txt filter={name}\n")
     git(repository, "add", ".")
     git(repository, "commit", "-q", "-m", "attributes")
     (repository / "data.txt").write_text("2")
     config = tmp_path / "config"
-    files = {"repository": repository / ".git/config", "user": config, "system": config, "environment": config}
+    files = {
+        "repository": repository / ".git/config",
+        "user": config,
+        "system": config,
+        "environment": config,
+    }
     for setting, value in {"clean": f"touch {mark}; cat", "required": "true"}.items():
         git(repository, "config", "--file", str(files[scope]), f"filter.{name}.{setting}", value)
     if scope in ("user", "system"):
-        monkeypatch.setenv({"user": "GIT_CONFIG_GLOBAL", "system": "GIT_CONFIG_SYSTEM"}[scope], str(config))
+        monkeypatch.setenv(
+            {"user": "GIT_CONFIG_GLOBAL", "system": "GIT_CONFIG_SYSTEM"}[scope], str(config)
+        )
     if scope == "environment":
         monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
         monkeypatch.setenv("GIT_CONFIG_KEY_0", f"filter.{name}.clean")
@@ -218,7 +235,9 @@ def test_no_filter_of_any_config_is_run(repository, tmp_path, monkeypatch, scope
     assert not mark.exists()
 
 
-def test_a_filter_of_files_that_have_not_changed_is_no_reason_not_to_know_the_edits(repository, tmp_path, monkeypatch):
+def test_a_filter_of_files_that_have_not_changed_is_no_reason_not_to_know_the_edits(
+    repository, tmp_path, monkeypatch
+):
     (tmp_path / "config").write_text('[filter "x"]\n\tclean = tr a-z A-Z\n')
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "config"))
     assert code.code_version()["edits"] is None

@@ -44,7 +44,7 @@ jax.monitoring.register_event_listener(lambda event, **_: seen.append(event))
 jstep.train({0: near, 6: far}, state, batches, 12, hooks=hooks, checkpoint_dir=sys.argv[1],
             compile_cache=True, steps_per_call=3, progress=False)
 print(seen.count("/jax/compilation_cache/compile_requests_use_cache"), seen.count("/jax/compilation_cache/cache_hits"))
-"""
+"""  # noqa: E501
 
 
 def cache_requests_and_hits(directory):
@@ -56,7 +56,8 @@ def cache_requests_and_hits(directory):
 def test_a_second_start_finds_every_program(tmp_path):
     cold = cache_requests_and_hits(tmp_path / "a")
     (tmp_path / "b").mkdir()
-    os.rename(tmp_path / "a" / "compile_cache", tmp_path / "b" / "compile_cache")  # entries do not depend on the path
+    # Entries do not depend on the path.
+    os.rename(tmp_path / "a" / "compile_cache", tmp_path / "b" / "compile_cache")
     warm = cache_requests_and_hits(tmp_path / "b")
     assert cold[0] > cold[1]
     assert warm[0] == warm[1] > 0
@@ -66,7 +67,10 @@ def test_a_second_start_finds_every_program(tmp_path):
     ("hooks", "ends"),
     [
         ([], contextlib.nullcontext()),
-        ([jstep.every(1, raising(KeyError("on purpose")))], pytest.raises(KeyError, match="on purpose")),
+        (
+            [jstep.every(1, raising(KeyError("on purpose")))],
+            pytest.raises(KeyError, match="on purpose"),
+        ),
     ],
     ids=["complete", "failing"],
 )
@@ -106,7 +110,11 @@ def test_overlapping_runs_use_the_settings_of_the_first(tmp_path):
     assert settings() == before
     assert jstep.global_step(latest[0]) == 1
     # The cache is free: a later run has its own.
-    train(1, hooks=[jstep.every(1, lambda *_: during.append(settings()))], compile_cache=tmp_path / "second")
+    train(
+        1,
+        hooks=[jstep.every(1, lambda *_: during.append(settings()))],
+        compile_cache=tmp_path / "second",
+    )
     assert (during[2][0], settings()) == (str(tmp_path / "second"), before)
 
 

@@ -1,4 +1,5 @@
-"""`computing`: how much of the time of hooks, and of the body of a loop, the device computed meanwhile, by samples."""
+"""`computing`: how much of the time of hooks, and of the body of a loop, the device computed
+meanwhile, by samples."""
 
 import time
 
@@ -36,7 +37,9 @@ def work_on_host(metrics):
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("place", ["hook", "body"])
 def test_time_in_which_the_device_computes(place, waits, tmp_path, monkeypatch):
-    monkeypatch.setattr(StartFile, "period", property(lambda file: SECS / 3, lambda file, secs: None), raising=False)
+    monkeypatch.setattr(
+        StartFile, "period", property(lambda file: SECS / 3, lambda file, secs: None), raising=False
+    )
     step = jstep.minimize(slow_loss_fn if waits else loss_fn, OPTIMIZER)
     call = wait_for_step if waits else work_on_host
     state = jstep.TrainState.create({"w": jnp.zeros(4)}, OPTIMIZER)

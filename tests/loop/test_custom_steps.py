@@ -21,7 +21,9 @@ class Parts:
 
     def __init__(self, rate, power):
         self.adam, self.power = jstep.adam(rate), power
-        self.players = jstep.partition({"w": jstep.adam(rate), "v": jstep.adam(rate)}, lambda path, leaf: path)
+        self.players = jstep.partition(
+            {"w": jstep.adam(rate), "v": jstep.adam(rate)}, lambda path, leaf: path
+        )
         self.teacher = jstep.with_moving_average(self.adam, jstep.ExponentialMovingAverage(0.9))
 
     def loss(self, params, x):
@@ -45,7 +47,8 @@ def two_updates(parts, state, x):
 
 
 def gan(parts, state, x):
-    state, first = parts.step(optimizer=parts.players, var_list="w", increment_global_step=False)(state, x)
+    step = parts.step(optimizer=parts.players, var_list="w", increment_global_step=False)
+    state, first = step(state, x)
     state, second = parts.step(optimizer=parts.players, var_list="v")(state, x)
     return state, {"first": first["loss"], "second": second["loss"]}
 
@@ -112,11 +115,11 @@ def by_hand(parts, state, x):
 
 
 TOLD_APART = {teacher, by_hand}
-"""Steps of which nothing but the update uses the results of the update. With a guard, `restore_guards` reads the slots
-that it returns."""
+"""Steps of which nothing but the update uses the results of the update. With a guard,
+`restore_guards` reads the slots that it returns."""
 KINDS = [
-    two_updates, gan, loop, loop_and_update, branch, loss_afterwards, average_by_hand, update_in_the_loss, per_example,
-    statistics_of_a_skipped_step, *TOLD_APART,
+    two_updates, gan, loop, loop_and_update, branch, loss_afterwards, average_by_hand,
+    update_in_the_loss, per_example, statistics_of_a_skipped_step, *TOLD_APART,
 ]  # fmt: skip
 OPTIMIZERS = {gan: "players", teacher: "teacher"}
 
@@ -129,7 +132,14 @@ def run(kind, where, last_step, *, rate=1e-3, power=2.0, wrapped=jstep.TrainStep
     state = jstep.TrainState.create(PARAMS, optimizer, model_state=PARAMS)
     step = wrapped(lambda state, x: kind(parts, state, x))
     return jstep.train(
-        step, state, lambda n: ROWS[n], last_step, checkpoint_dir=where, progress=False, log_steps=None, **options
+        step,
+        state,
+        lambda n: ROWS[n],
+        last_step,
+        checkpoint_dir=where,
+        progress=False,
+        log_steps=None,
+        **options,
     )
 
 
@@ -140,8 +150,11 @@ def test_each_custom_step_is_recorded_and_resumes(kind, tmp_path, caplog):
     run(kind, tmp_path / "same", 2)
     resumed = run(kind, tmp_path / "same", 4)
     assert same(resumed, run(kind, tmp_path / "whole", 4))
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
-    (program,) = load_setup(tmp_path / "same", read_starts(tmp_path / "same")["model"][-1])["setup"]["programs"]
+    assert [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ] == []
+    start = read_starts(tmp_path / "same")["model"][-1]
+    (program,) = load_setup(tmp_path / "same", start)["setup"]["programs"]
     assert program["hash"]
     assert ({"gradients", "update"} <= program.keys()) == (kind in TOLD_APART)
     for change in ({"rate": 3e-3}, {"power": 4.0}):
@@ -149,7 +162,9 @@ def test_each_custom_step_is_recorded_and_resumes(kind, tmp_path, caplog):
         name = next(iter(change))
         run(kind, tmp_path / name, 2)
         run(kind, tmp_path / name, 4, **change)
-        (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        (warning,) = [
+            record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+        ]
         assert "the traced step differs (" in warning
 
 
@@ -163,4 +178,6 @@ def test_an_entry_that_fails_costs_no_other_entry_of_the_card(tmp_path, monkeypa
     assert found["programs"][0]["hash"] is None
     assert found["programs"][0]["hyperparameters"]["learning_rate"] == pytest.approx(1e-3)
     assert found["state"]["leaves"] > 0
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ] == []

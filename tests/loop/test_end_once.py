@@ -1,4 +1,5 @@
-"""`end` of hooks is called once for each end of a run, and what it returned is in the checkpoint of that step."""
+"""`end` of hooks is called once for each end of a run, and what it returned is in the checkpoint of
+that step."""
 
 import signal
 
@@ -42,24 +43,33 @@ def test_a_run_that_is_started_again_has_ended(saves, tmp_path):
 @pytest.mark.thorough
 def test_a_run_that_is_continued_ends_again(tmp_path):
     hook = Doubles()
-    ends = [(last, w(train(last, hooks=[hook], checkpoint_dir=tmp_path))) for last in (5, 5, 8, 8, 3)]
+    ends = [
+        (last, w(train(last, hooks=[hook], checkpoint_dir=tmp_path))) for last in (5, 5, 8, 8, 3)
+    ]
     assert hook.ends == [5, 8]
     assert ends[0] == ends[1]
     assert ends[2][1] == ends[3][1] == ends[4][1]
 
 
 def test_a_start_that_takes_no_step_saves_nothing(tmp_path):
-    """Neither in the directory of the run nor in another one; and it evaluates nothing, a new hook included."""
+    """Neither in the directory of the run nor in another one; and it evaluates nothing, a new hook
+    included."""
     train(5, checkpoint_dir=tmp_path / "own")
     hook = jstep.EvaluationHook(
-        lambda state: {"x": 1.0}, every_n_steps=3, callbacks=[jstep.KeepBest(tmp_path / "best", "x", mode="max")]
+        lambda state: {"x": 1.0},
+        every_n_steps=3,
+        callbacks=[jstep.KeepBest(tmp_path / "best", "x", mode="max")],
     )
     doubles, other = Doubles(), jstep.CheckpointSaverHook(tmp_path / "other")
     state = train(5, hooks=[hook, doubles, other], checkpoint_dir=tmp_path / "own")
     assert hook.results == {}
     assert doubles.ends == []
     assert w(state) == w(train(5))
-    assert [jstep.Saver(tmp_path / name).all_steps() for name in ("own", "other", "best")] == [[5], [], []]
+    assert [jstep.Saver(tmp_path / name).all_steps() for name in ("own", "other", "best")] == [
+        [5],
+        [],
+        [],
+    ]
 
 
 class FailsOnce(Doubles):
@@ -87,11 +97,14 @@ def test_a_hook_that_raises_in_end_undoes_those_before(saves, tmp_path):
 
 
 def test_a_block_that_is_left_before_its_first_step_still_owes_the_ends(tmp_path):
-    """It has steps to take, and makes none of them: a start without a step to take makes the `end`s."""
+    """It has steps to take, and makes none of them: a start without a step to take makes the
+    `end`s."""
     hook = FailsOnce()
     with pytest.raises(ValueError, match="my end"):
         train(5, hooks=[hook], checkpoint_dir=tmp_path)
-    with jstep.Run(STEP, make_state(), DATA, 8, hooks=[hook], checkpoint_dir=tmp_path, progress=False) as run:
+    with jstep.Run(
+        STEP, make_state(), DATA, 8, hooks=[hook], checkpoint_dir=tmp_path, progress=False
+    ) as run:
         pass
     assert run.step == 5
     assert hook.ends == [5]
@@ -143,7 +156,13 @@ train(int(sys.argv[3]), hooks=[Hangs()], checkpoint_dir=directory, save_checkpoi
     process.kill()
     process.wait(60)
     assert jstep.Saver(tmp_path).all_steps() == [3, 5]
-    assert end(start(script, tmp_path, "ends", "8"))[0].split("\n") == ["told 5", "told 6", "end 8", "told 8", ""]
+    assert end(start(script, tmp_path, "ends", "8"))[0].split("\n") == [
+        "told 5",
+        "told 6",
+        "end 8",
+        "told 8",
+        "",
+    ]
     assert jstep.Saver(tmp_path).all_steps() == [3, 5, 6, 8]
 
 
@@ -187,7 +206,15 @@ def fails_in_its_end(ending, directory):
             raise ValueError("my end")
 
     last_step = 5 if ending == "last_step" else 8
-    run = jstep.Run(STEP, make_state(), DATA, last_step, hooks=[Fails()], checkpoint_dir=directory, progress=False)
+    run = jstep.Run(
+        STEP,
+        make_state(),
+        DATA,
+        last_step,
+        hooks=[Fails()],
+        checkpoint_dir=directory,
+        progress=False,
+    )
     with run:
         for step in run:
             if ending == "break" and step == 5:
@@ -196,7 +223,9 @@ def fails_in_its_end(ending, directory):
 
 @pytest.mark.parametrize("last_step", [8, 3])
 @pytest.mark.parametrize("ending", ["a hook", "break", "last_step", "a signal"])
-def test_a_start_that_takes_no_step_after_the_last_iteration_makes_the_end(ending, last_step, tmp_path):
+def test_a_start_that_takes_no_step_after_the_last_iteration_makes_the_end(
+    ending, last_step, tmp_path
+):
     """Whatever has ended the iterations, and whatever came before the end."""
     if ending == "a signal":
         stops(tmp_path, last_step=5)
@@ -211,7 +240,8 @@ def test_a_start_that_takes_no_step_after_the_last_iteration_makes_the_end(endin
 
 @pytest.mark.parametrize("is_of_today", [True, False])
 def test_last_step_at_the_step_of_a_checkpoint_owes_its_end(is_of_today, tmp_path, monkeypatch):
-    """Also at a checkpoint that cannot say whether the iterations were over, as earlier releases have saved them."""
+    """Also at a checkpoint that cannot say whether the iterations were over, as earlier releases
+    have saved them."""
     with monkeypatch.context() as patch:
         if is_of_today:
             patch.setattr(contents, "LAST_ITERATION", "unknown")
@@ -237,7 +267,8 @@ def test_batches_that_are_used_up_at_a_checkpoint_owe_its_end(tmp_path):
 
 
 def test_an_evaluation_that_was_owed_and_stops_the_run_owes_the_end(tmp_path):
-    """A signal has abandoned it: it belongs to the last iteration, which is known only once it is made again."""
+    """A signal has abandoned it: it belongs to the last iteration, which is known only once it is
+    made again."""
     signals = [signal.SIGTERM]
 
     def validation():
@@ -252,7 +283,9 @@ def test_an_evaluation_that_was_owed_and_stops_the_run_owes_the_end(tmp_path):
 
     def train_until_evaluated():
         evaluate = jstep.evaluator(lambda params, x: {"x": 1.0}, Batches())
-        hook = jstep.EvaluationHook(evaluate, every_n_steps=5, callbacks=[lambda step, state, results: True])
+        hook = jstep.EvaluationHook(
+            evaluate, every_n_steps=5, callbacks=[lambda step, state, results: True]
+        )
         return train(8, hooks=[ends, hook], checkpoint_dir=tmp_path)
 
     ends = Doubles()
@@ -286,7 +319,8 @@ class Notes(jstep.Hook):
 @pytest.mark.parametrize("save_steps", [1, None])
 @pytest.mark.parametrize("ending", ["last_step", "batches"])
 def test_the_body_of_an_end_that_failed_is_not_made_again(ending, save_steps, leaves, tmp_path):
-    """The loop ends between two multiples, and its body follows: the next start makes the end without it."""
+    """The loop ends between two multiples, and its body follows: the next start makes the end
+    without it."""
 
     def bodies(last_step, *, until=99, fails=False):
         hook = Notes(fails)

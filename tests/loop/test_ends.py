@@ -16,7 +16,8 @@ from jstep.loop import stopping
 HERE = Path(__file__).parent
 CODES = {"SIGTERM": 143, "SIGUSR1": 138, "SIGHUP": 129, "stop_secs": 143, "SIGINT": None}
 
-# Phase → what its seconds count as, and what is saved after one of `STOPS`, after an error, and after a hang.
+# Phase → what its seconds count as, and what is saved after one of `STOPS`, after an error, and
+# after a hang.
 TABLE = {
     "start": ("starting", [], [], []),
     "waiting": ("waiting", [5], [5], [5]),
@@ -33,25 +34,31 @@ TABLE = {
     "closing": ("saving", [8], [8], [8]),
 }
 ROWS = {
-    "start": "start", "waiting": "waiting for a batch", "compiling": "compiling", "call": "in a call",
-    "hook": "in a hook", "evaluation of train": "in the last evaluation", "evaluation": "in an evaluation",
-    "body": "in the body of a loop", "save": "in a save", "end": "in an `end`", "after": "after the loop",
-    "closing": "closing",
+    "start": "start", "waiting": "waiting for a batch", "compiling": "compiling",
+    "call": "in a call", "hook": "in a hook", "evaluation of train": "in the last evaluation",
+    "evaluation": "in an evaluation", "body": "in the body of a loop", "save": "in a save",
+    "end": "in an `end`", "after": "after the loop", "closing": "closing",
 }  # fmt: skip
-WHERE = {"start": "before its first step"} | dict.fromkeys(["after", "closing"], "after step 8, while it closed")
+WHERE = {"start": "before its first step"} | dict.fromkeys(
+    ["after", "closing"], "after step 8, while it closed"
+)
 
 
 def saved(directory):
     return sorted(jstep.Saver(directory).all_steps())
 
 
-@pytest.mark.thorough(except_for=["evaluation-SIGINT", "call-stop_secs", "save-SIGUSR1", "after-SIGTERM"])
+@pytest.mark.thorough(
+    except_for=["evaluation-SIGINT", "call-stop_secs", "save-SIGUSR1", "after-SIGTERM"]
+)
 @pytest.mark.parametrize("what", ends.STOPS)
 @pytest.mark.parametrize("phase", ends.PHASES)
 def test_a_signal_or_a_limit(phase, what, tmp_path):
     error = KeyboardInterrupt if what == "SIGINT" else jstep.Preempted
     steps = TABLE[phase][1]
-    where = WHERE.get(phase) or f"after step {steps[-1]}, which is saved; start the run again to resume"
+    where = WHERE.get(phase) or (
+        f"after step {steps[-1]}, which is saved; start the run again to resume"
+    )
     with pytest.raises(error, match=f"(?m)^{what} stopped the run {re.escape(where)}$") as caught:
         ends.run(phase, what, tmp_path)
     assert getattr(caught.value, "code", None) == CODES[what]
@@ -77,7 +84,9 @@ def test_a_second_ctrl_c(phase, tmp_path):
 @pytest.mark.parametrize("phase", ends.PHASES)
 def test_an_error(phase, tmp_path):
     place = phase.removesuffix(" of train")
-    with pytest.raises(Exception, match=f"BoomError: {place}" if place == "call" else f"(?m)^{place}$"):
+    with pytest.raises(
+        Exception, match=f"BoomError: {place}" if place == "call" else f"(?m)^{place}$"
+    ):
         ends.run(phase, "an error", tmp_path)
     assert saved(tmp_path) == TABLE[phase][2]
 
@@ -85,7 +94,15 @@ def test_an_error(phase, tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("phase", ends.PHASES)
 def test_a_hang(phase, tmp_path):
-    python(HERE / "ends.py", phase, "a hang", tmp_path, code=stopping.STALL_EXIT_CODE, cwd=HERE.parents[1], timeout=120)
+    python(
+        HERE / "ends.py",
+        phase,
+        "a hang",
+        tmp_path,
+        code=stopping.STALL_EXIT_CODE,
+        cwd=HERE.parents[1],
+        timeout=120,
+    )
     assert saved(tmp_path) == TABLE[phase][3]
 
 
@@ -116,7 +133,14 @@ def spend(monkeypatch):
     return spend
 
 
-QUICK = "body-an error", "body-SIGTERM", "waiting-an error", "compiling-an error", "hook-an error", "after-nothing"
+QUICK = (
+    "body-an error",
+    "body-SIGTERM",
+    "waiting-an error",
+    "compiling-an error",
+    "hook-an error",
+    "after-nothing",
+)
 
 
 @pytest.mark.thorough(except_for=QUICK)
@@ -182,4 +206,5 @@ def test_the_seconds_of_a_body_that_makes_the_batches(spend, tmp_path):
         for step in run:
             spend()
             run.train_step(DATA[step])
-    check_seconds(tmp_path, {"starting": SECONDS, "waiting": 2 * SECONDS})  # the first batch is one of the start
+    # The first batch is one of the start.
+    check_seconds(tmp_path, {"starting": SECONDS, "waiting": 2 * SECONDS})

@@ -1,4 +1,5 @@
-"""Runs in a directory that somebody else prepared: nothing beside it changes, and no step is taken on its files."""
+"""Runs in a directory that somebody else prepared: nothing beside it changes, and no step is taken
+on its files."""
 
 import contextlib
 import json
@@ -22,7 +23,8 @@ from jstep.stores.files import ForeignFileError
 FILES = (".model.jstep-writer", ".best.jstep-writer", "fingerprints.jsonl")
 """What a run opens for writing: an error before its first step."""
 FOLDERS = ("model-2.orbax-checkpoint-tmp", "model-2.jstep-deleted", "model-2.jstep-replaced")
-"""What a run makes, or removes: a link is removed, and anything else that is no folder is an error."""
+"""What a run makes, or removes: a link is removed, and anything else that is no folder is an
+error."""
 OTHERS = ("stalls", "stalls/model.0.json", "compile_cache", "manifest.json")
 """What a run replaces, sets aside or reads."""
 
@@ -45,7 +47,9 @@ def train(directory, last_step=4, more=(), **options):
     best = jstep.KeepBest(directory, "loss", mode="min")
     hooks = [
         jstep.FingerprintHook(every_n_steps=1, path=f"{directory}/"),
-        jstep.EvaluationHook(lambda state: {"loss": float(state.params["w"])}, every_n_steps=2, callbacks=[best]),
+        jstep.EvaluationHook(
+            lambda state: {"loss": float(state.params["w"])}, every_n_steps=2, callbacks=[best]
+        ),
         *more,
     ]
     return jstep.train(
@@ -62,7 +66,8 @@ def train(directory, last_step=4, more=(), **options):
 
 
 def attempt(tmp_path, name, kind):
-    """Run in a directory where something of a kind has a name; return the error, and check what has changed."""
+    """Run in a directory where something of a kind has a name; return the error, and check what has
+    changed."""
     run, path = tmp_path / "run", tmp_path / "run" / name
     victims = put(kind, path, tmp_path / "victims")
     before, steps, error = (contents(path), contents(victims)), Steps(), None
@@ -111,13 +116,17 @@ def test_what_has_the_name_of_a_checkpoint_stays(tmp_path, name, kind):
     path = tmp_path / "run" / name
     victims = put(kind, path, tmp_path / "victims")
     before = contents(path), contents(victims)
-    with pytest.raises(jstep.CheckpointError, match=f"{name}: jstep writes a file of this name, but it is not a check"):
+    with pytest.raises(
+        jstep.CheckpointError,
+        match=f"{name}: jstep writes a file of this name, but it is not a check",
+    ):
         train(tmp_path / "run")
     assert (contents(path), contents(victims)) == before
 
 
 def leave(directory):
-    """Leave in a directory what a process leaves that is killed: claims, temporary files, and a hidden checkpoint."""
+    """Leave in a directory what a process leaves that is killed: claims, temporary files, and a
+    hidden checkpoint."""
     code = """
     import json, os, sys
     from jstep.array_store.claims import FileClaim
@@ -163,7 +172,14 @@ def test_leftovers_go_at_the_next_start_that_saves(tmp_path):
         (run / ".mine.jstep-writer").write_text(json.dumps(owners.this_process()))
         assert {".model.jstep-writer", "model-55.jstep-deleted"} <= set(os.listdir(run))
         train(run, last_step)
-        kept = {".elsewhere.jstep-writer", ".mine.jstep-writer", ".worse.jstep-writer", "stalls", "model-5", "model-6"}
+        kept = {
+            ".elsewhere.jstep-writer",
+            ".mine.jstep-writer",
+            ".worse.jstep-writer",
+            "stalls",
+            "model-5",
+            "model-6",
+        }
         assert set(os.listdir(run)) - kept == set(expected)
         assert os.listdir(run / "stalls") == []
 
@@ -206,7 +222,8 @@ def test_nothing_is_written_through_a_link_below_the_directory_of_a_run(tmp_path
     links_elsewhere(run, mine, name)
     before = contents(mine)
     with pytest.raises(
-        ValueError, match=rf"theirs/{name}: is a link below .*theirs, and nothing is written through it"
+        ValueError,
+        match=rf"theirs/{name}: is a link below .*theirs, and nothing is written through it",
     ):
         train_with_best(run, 8)
     assert contents(mine) == before
@@ -216,16 +233,22 @@ def hooks_that_write_below(directory):
     """Hooks by name, each of which writes to `directory` or to a file in it."""
     keeps = jstep.KeepBest(directory, "loss", mode="min")
     return {
-        "KeepBest": jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=1, callbacks=[keeps]),
+        "KeepBest": jstep.EvaluationHook(
+            lambda state: {"loss": 1.0}, every_n_steps=1, callbacks=[keeps]
+        ),
         "History": jstep.History(directory / "rows.jsonl", every_n_steps=1),
-        "FingerprintHook": jstep.FingerprintHook(every_n_steps=1, path=directory / "fingerprints.jsonl"),
+        "FingerprintHook": jstep.FingerprintHook(
+            every_n_steps=1, path=directory / "fingerprints.jsonl"
+        ),
         "CheckpointSaverHook": jstep.CheckpointSaverHook(directory, save_steps=1),
         "ProfilerHook": jstep.ProfilerHook(directory, start_step=0, stop_step=1),
     }
 
 
 @pytest.mark.parametrize("option", ["checkpoint_dir", "logdir"])
-@pytest.mark.parametrize("name", ["KeepBest", "History", "FingerprintHook", "CheckpointSaverHook", "ProfilerHook"])
+@pytest.mark.parametrize(
+    "name", ["KeepBest", "History", "FingerprintHook", "CheckpointSaverHook", "ProfilerHook"]
+)
 def test_no_hook_writes_through_a_link_below_a_directory_of_its_run(tmp_path, name, option):
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     run.mkdir()
@@ -233,8 +256,19 @@ def test_no_hook_writes_through_a_link_below_a_directory_of_its_run(tmp_path, na
     (run / "link").symlink_to(elsewhere)
     hook, taken = hooks_that_write_below(run / "link")[name], Steps()
     state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
-    with pytest.raises(ForeignFileError, match=r"run/link: is a link below .*run, and nothing is written through it"):
-        jstep.train(STEP, state, lambda step: jnp.ones(()), 2, hooks=[hook, taken], progress=False, **{option: run})
+    with pytest.raises(
+        ForeignFileError,
+        match=r"run/link: is a link below .*run, and nothing is written through it",
+    ):
+        jstep.train(
+            STEP,
+            state,
+            lambda step: jnp.ones(()),
+            2,
+            hooks=[hook, taken],
+            progress=False,
+            **{option: run},
+        )
     assert not taken.taken
     assert not os.listdir(elsewhere)
 
@@ -248,7 +282,9 @@ def test_the_trace_of_a_profiler_is_not_written_through_a_link(tmp_path):
     hook = jstep.ProfilerHook(run, start_step=0, stop_step=1)
     state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
     with pytest.raises(ForeignFileError, match="run/plugins: is a link"):
-        jstep.train(STEP, state, lambda step: jnp.ones(()), 2, hooks=[hook], progress=False, logdir=run)
+        jstep.train(
+            STEP, state, lambda step: jnp.ones(()), 2, hooks=[hook], progress=False, logdir=run
+        )
     assert not os.listdir(elsewhere)
 
 
@@ -274,7 +310,8 @@ def test_no_directory_of_a_run_is_behind_a_link_below_another_one(tmp_path, monk
 
 
 class BecomesLink(jstep.Hook):
-    """Somebody replaces a directory by a link after a save, as they may write to the directory above it."""
+    """Somebody replaces a directory by a link after a save, as they may write to the directory
+    above it."""
 
     def __init__(self, directory, elsewhere, saved):
         self.directory, self.elsewhere, self.saved = directory, elsewhere, saved
@@ -315,5 +352,12 @@ def train_with_best(run, last, best=None, hooks=(), **changes):
         lambda state: {"loss": -float(state.global_step)}, every_n_steps=2, callbacks=[keeps]
     )
     state = jstep.TrainState.create({"w": 0.0}, OPTIMIZER)
-    options = {"checkpoint_dir": run, "logdir": run / "logs", "log_steps": None, "progress": False} | changes
-    jstep.train(STEP, state, lambda step: jnp.float32(1.0), last, hooks=[evaluate, *hooks], **options)
+    options = {
+        "checkpoint_dir": run,
+        "logdir": run / "logs",
+        "log_steps": None,
+        "progress": False,
+    } | changes
+    jstep.train(
+        STEP, state, lambda step: jnp.float32(1.0), last, hooks=[evaluate, *hooks], **options
+    )

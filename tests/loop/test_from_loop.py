@@ -1,4 +1,5 @@
-"""`jstep.from_loop`: the objects of a loop are saved between two iterations, and restored when the run is entered."""
+"""`jstep.from_loop`: the objects of a loop are saved between two iterations, and restored when the
+run is entered."""
 
 import collections
 import dataclasses
@@ -33,7 +34,11 @@ class Walk:
     """An environment in Python whose attributes are its state."""
 
     def __init__(self, rng=None):
-        self.rng, self.place, self.seen = np.random.default_rng(5) if rng is None else rng, np.zeros(3), []
+        self.rng, self.place, self.seen = (
+            np.random.default_rng(5) if rng is None else rng,
+            np.zeros(3),
+            [],
+        )
 
     def move(self):
         self.place = self.place + self.rng.normal(size=3)
@@ -54,10 +59,24 @@ class Asked:
 
 
 def play(last_step, directory, *, at=None, event=lambda: None, steps=1):
-    """Run a loop whose batches depend on objects of each kind; at a step, something happens in the body."""
-    rng, python, seen, loader, walk = np.random.default_rng(0), random.Random(1), {"steps": []}, Counted(), Walk()
+    """Run a loop whose batches depend on objects of each kind; at a step, something happens in the
+    body."""
+    rng, python, seen, loader, walk = (
+        np.random.default_rng(0),
+        random.Random(1),
+        {"steps": []},
+        Counted(),
+        Walk(),
+    )
     values = types.SimpleNamespace(total=0.0, last=None)
-    kept = {"rng": rng, "python": python, "seen": seen, "loader": loader, "walk": walk, "values": values}
+    kept = {
+        "rng": rng,
+        "python": python,
+        "seen": seen,
+        "loader": loader,
+        "walk": walk,
+        "values": values,
+    }
     with run_of(last_step, directory, **kept) as run:
         for step in run:
             for n in range(steps):
@@ -67,7 +86,12 @@ def play(last_step, directory, *, at=None, event=lambda: None, steps=1):
                 values.total, values.last = values.total + float(walk.move()[1]), step
                 if step + n == at:
                     event()
-                run.train_step({name: array * np.float32(1 + values.total / 100) for name, array in batch.items()})
+                run.train_step(
+                    {
+                        name: array * np.float32(1 + values.total / 100)
+                        for name, array in batch.items()
+                    }
+                )
     return run.state, (rng.random(), python.random(), seen, walk.seen, walk.place.tolist(), values)
 
 
@@ -82,7 +106,13 @@ def test_a_stopped_loop_resumes_bitwise(steps, tmp_path):
         play(12, tmp_path / "b", at=7, event=raise_error, steps=steps)
     assert jstep.Saver(tmp_path / "b").latest_step() == (4 if steps == 1 else 6)
     with pytest.raises(jstep.Preempted):
-        play(12, tmp_path / "b", at=10, event=lambda: signal.raise_signal(signal.SIGTERM), steps=steps)
+        play(
+            12,
+            tmp_path / "b",
+            at=10,
+            event=lambda: signal.raise_signal(signal.SIGTERM),
+            steps=steps,
+        )
     assert jstep.Saver(tmp_path / "b").latest_step() == (11 if steps == 1 else 12)
     resumed = play(12, tmp_path / "b", steps=steps)
     assert same(resumed[0], whole[0])
@@ -101,7 +131,9 @@ def test_objects_are_asked_only_when_a_checkpoint_is_saved(tmp_path):
         assert again.number == 12
 
 
-@pytest.mark.parametrize("problem", ["before the step", "after the step", "cannot be saved", "after a replacement"])
+@pytest.mark.parametrize(
+    "problem", ["before the step", "after the step", "cannot be saved", "after a replacement"]
+)
 def test_nothing_of_an_iteration_that_fails_is_saved(problem, tmp_path):
     def go(name, fail=False):
         noise = {"scale": np.float32(1)}
@@ -187,11 +219,18 @@ def test_generators_are_set_in_place_and_arrays_keep_their_order(tmp_path):
             for place, wrap in PLACES.items():
                 rngs[kind, place] = make(len(rngs))
                 kept[f"{kind} {place}"] = wrap(rngs[kind, place])
-        kept["table"] = {"x": np.asfortranarray(np.random.default_rng(0).normal(size=(37, 53)).astype(np.float32))}
+        kept["table"] = {
+            "x": np.asfortranarray(
+                np.random.default_rng(0).normal(size=(37, 53)).astype(np.float32)
+            )
+        }
         drawn = []
         with run_of(last_step, directory, **kept) as run:
             for step in run:
-                drawn.append([GENERATORS[kind][1](rng) for (kind, _), rng in rngs.items()] + [kept["table"]["x"].sum()])
+                drawn.append(
+                    [GENERATORS[kind][1](rng) for (kind, _), rng in rngs.items()]
+                    + [kept["table"]["x"].sum()]
+                )
                 kept["table"]["x"] *= np.float32(1.01)
                 run.train_step(DATA[step])
         return drawn
@@ -215,7 +254,13 @@ def test_items_are_in_the_order_of_the_checkpoint(tmp_path):
 
 
 class Course:
-    level, rng, seen, fixed, large = 0, np.random.default_rng(0), {"steps": [0]}, (1, float("nan")), np.zeros(10**6)
+    level, rng, seen, fixed, large = (
+        0,
+        np.random.default_rng(0),
+        {"steps": [0]},
+        (1, float("nan")),
+        np.zeros(10**6),
+    )
     spans = (np.zeros(2),)
 
     def __init__(self):
@@ -244,10 +289,26 @@ def test_the_log_says_what_is_kept_and_warns_of_an_attribute_of_a_class(name, tm
     lines = [record.getMessage() for record in caplog.records if "from_loop" in record.getMessage()]
     assert lines[0] == "from_loop keeps course (scale, names), scores (a), rng"
     assert len(lines) == 1 + bool(name)
-    assert all(line.startswith(f"from_loop: Course.{name} has changed, and is not kept") for line in lines[1:])
+    assert all(
+        line.startswith(f"from_loop: Course.{name} has changed, and is not kept")
+        for line in lines[1:]
+    )
 
 
-REJECTED = [3, 2.5, "text", [1], np.zeros(3), len, Walk, None, (1,), Replay([1]), Slotted(), open(os.devnull)]  # noqa: SIM115
+REJECTED = [
+    3,
+    2.5,
+    "text",
+    [1],
+    np.zeros(3),
+    len,
+    Walk,
+    None,
+    (1,),
+    Replay([1]),
+    Slotted(),
+    open(os.devnull),  # noqa: SIM115
+]
 
 
 @pytest.mark.parametrize("value", REJECTED)
@@ -259,11 +320,17 @@ def test_what_has_no_state_that_can_be_set_is_rejected(value):
 def test_what_cannot_be_saved_is_named_before_the_first_step(tmp_path):
     walk = Walk()
     walk.lock = threading.Lock()
-    with pytest.raises(TypeError, match=r"from_loop.*\['walk'\]\['lock'\]"), run_of(5, tmp_path, walk=walk) as run:
+    with (
+        pytest.raises(TypeError, match=r"from_loop.*\['walk'\]\['lock'\]"),
+        run_of(5, tmp_path, walk=walk) as run,
+    ):
         next(run)
     rng = np.random.default_rng(0)
     twice = types.SimpleNamespace(rng=rng)
-    with pytest.raises(TypeError, match="several places"), run_of(5, tmp_path, rng=rng, twice=twice) as run:
+    with (
+        pytest.raises(TypeError, match="several places"),
+        run_of(5, tmp_path, rng=rng, twice=twice) as run,
+    ):
         next(run)
     assert jstep.Saver(tmp_path).latest_step() is None
 
@@ -279,9 +346,18 @@ class Later(Walk):
     [
         ({"walk": Walk()}, "states of asked, walk.*keeps walk"),
         ({"walk": Later(), "asked": Asked()}, "walk: .*no value for its speed"),
-        ({"walk": random.Random(0), "asked": Asked()}, "walk: .*has a dict for it, not a random generator"),
-        ({"walk": Walk(random.Random(0)), "asked": Asked()}, "walk/rng: must be a PCG64, .* got a Random"),
-        ({"walk": Walk(np.random.Generator(np.random.Philox())), "asked": Asked()}, "walk/rng: .* got a Philox"),
+        (
+            {"walk": random.Random(0), "asked": Asked()},
+            "walk: .*has a dict for it, not a random generator",
+        ),
+        (
+            {"walk": Walk(random.Random(0)), "asked": Asked()},
+            "walk/rng: must be a PCG64, .* got a Random",
+        ),
+        (
+            {"walk": Walk(np.random.Generator(np.random.Philox())), "asked": Asked()},
+            "walk/rng: .* got a Philox",
+        ),
     ],
     ids=["name", "attribute", "kind", "kind of generator", "kind of bits"],
 )

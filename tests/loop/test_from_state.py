@@ -1,4 +1,5 @@
-"""Batches that are made with the state (`from_state`), and those that a restart reads again (`replayed`)."""
+"""Batches that are made with the state (`from_state`), and those that a restart reads again
+(`replayed`)."""
 
 import copy
 import functools
@@ -15,7 +16,8 @@ import jstep
 
 
 class Environment:
-    """An environment on the host: a random walk towards the parameters, with a generator of its own."""
+    """An environment on the host: a random walk towards the parameters, with a generator of its
+    own."""
 
     def __init__(self):
         self.rng, self.at = np.random.default_rng(3), np.zeros(2)
@@ -23,7 +25,9 @@ class Environment:
 
     def __call__(self, step, state):
         self.seen.append((step, jstep.global_step(state), threading.current_thread().name))
-        self.at = self.at + 0.1 * (np.asarray(state.params["w"]) - self.at) + self.rng.normal(size=2)
+        self.at = (
+            self.at + 0.1 * (np.asarray(state.params["w"]) - self.at) + self.rng.normal(size=2)
+        )
         return self.at.astype(np.float32)
 
     def state_dict(self):
@@ -54,13 +58,21 @@ def test_a_batch_is_made_with_the_state_of_its_step_and_never_ahead():
 def test_a_position_that_cannot_be_saved_is_left_out_by_a_lambda(tmp_path):
     environment = Environment()
     environment.state_dict = lambda: {"simulator": object()}
-    with pytest.raises(TypeError, match=r"state\['simulator'\].*; convert it, see docs: help/errors#positions"):
+    with pytest.raises(
+        TypeError,
+        match=r"state\['simulator'\].*; convert it, see docs: help/errors#positions",
+    ):
         trained(3, jstep.from_state(environment), checkpoint_dir=tmp_path)
-    trained(3, jstep.from_state(lambda step, state: environment(step, state)), checkpoint_dir=tmp_path)
+    trained(
+        3, jstep.from_state(lambda step, state: environment(step, state)), checkpoint_dir=tmp_path
+    )
 
 
 def test_calls_of_several_steps_are_refused():
-    with pytest.raises(ValueError, match=r"steps_per_call=4, batches=<jstep.from_state\(.*Environment.*\)>: .*=1"):
+    with pytest.raises(
+        ValueError,
+        match=r"steps_per_call=4, batches=<jstep.from_state\(.*Environment.*\)>: .*=1",
+    ):
         trained(9, jstep.from_state(Environment()), steps_per_call=4)
     assert trained(9, jstep.from_state(Environment()), steps_per_call="auto") == by_hand(9)
 
@@ -81,7 +93,9 @@ def test_a_restart_drops_the_batches_that_were_used(tmp_path, caplog):
         caplog.clear()
         state = trained(last, jstep.replayed(stream), checkpoint_dir=tmp_path)
         lines = [m for m in caplog.messages if m.startswith("replayed: ")]
-        assert [line.split(" in ")[0] for line in lines] == [f"replayed: {used} batches were read again"][: used > 0]
+        assert [line.split(" in ")[0] for line in lines] == [
+            f"replayed: {used} batches were read again"
+        ][: used > 0]
     assert state == whole
 
 
@@ -100,7 +114,9 @@ def test_each_run_reads_them_from_the_beginning(tmp_path):
     for last in (4, 9):
         assert trained(last, batches, checkpoint_dir=tmp_path) == trained(last, batches)
     for step in (6, 2):  # 2 lies before the first checkpoint
-        assert jstep.replay(STEP, make_state(), batches, tmp_path, step).state == trained(step, batches)
+        assert jstep.replay(STEP, make_state(), batches, tmp_path, step).state == trained(
+            step, batches
+        )
     assert jstep.verify_resume(make_state, STEP, batches, at=3, steps=6)
     assert repr(batches) == "<jstep.replayed(stream)>"
 
@@ -131,7 +147,8 @@ def test_what_may_keep_something_without_a_position_is_named(tmp_path, caplog):
             lines = [line for line in caplog.messages if "no position" in line]
             assert len(lines) == is_named
             assert all(
-                re.search("Walk has no position|for the .*Walk", line) and re.search(words, line) for line in lines
+                re.search("Walk has no position|for the .*Walk", line) and re.search(words, line)
+                for line in lines
             )
     caplog.clear()
     trained(2, jstep.from_state(Walk()))  # nothing is kept without checkpoints

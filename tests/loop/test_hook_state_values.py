@@ -29,7 +29,9 @@ class KeepsCallback(Keeps):
 
 
 def evaluation(callback, **kwargs):
-    return jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, callbacks=[callback], **kwargs)
+    return jstep.EvaluationHook(
+        lambda state: {"loss": 1.0}, every_n_steps=2, callbacks=[callback], **kwargs
+    )
 
 
 def hooks_of(kept, where):
@@ -37,7 +39,10 @@ def hooks_of(kept, where):
 
 
 VALUES = {
-    "arrays": {"best": np.arange(6.0, dtype=np.float32).reshape(2, 3), "flags": np.array([True, False])},
+    "arrays": {
+        "best": np.arange(6.0, dtype=np.float32).reshape(2, 3),
+        "flags": np.array([True, False]),
+    },
     "number": np.float32(1.5),
     "looks like a tag": {"$array": [1], "n": {"$tuple": 2}},
     "plain": {"best": 0.1, "bad": 3, "names": ["a", None, True]},
@@ -60,12 +65,17 @@ def test_a_state_is_the_same_after_a_restart(value, where, tmp_path):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"a": [0, threading.Lock()]}, r"get_state\(\)\['a'\]\[1\] is a value of type _thread.lock"),
+        (
+            {"a": [0, threading.Lock()]},
+            r"get_state\(\)\['a'\]\[1\] is a value of type _thread.lock",
+        ),
         (np.array([None]), r"get_state\(\) is a NumPy array of dtype object"),
     ],
     ids=["lock", "objects"],
 )
-def test_a_state_that_cannot_be_kept_is_an_error_before_the_first_step(value, words, where, tmp_path):
+def test_a_state_that_cannot_be_kept_is_an_error_before_the_first_step(
+    value, words, where, tmp_path
+):
     calls = Calls()
     kept = KeepsCallback(value)
     with pytest.raises(TypeError, match=rf"the state of KeepsCallback cannot be kept .*: {words}"):
@@ -73,7 +83,8 @@ def test_a_state_that_cannot_be_kept_is_an_error_before_the_first_step(value, wo
     assert calls.steps() == []
     assert kept.reads == 1
     assert jstep.latest_checkpoint(tmp_path) is None
-    assert jstep.global_step(train(4, hooks=hooks_of(kept, where))) == 4  # nothing is kept without checkpoints
+    # Nothing is kept without checkpoints.
+    assert jstep.global_step(train(4, hooks=hooks_of(kept, where))) == 4
 
 
 def test_the_state_is_read_once_and_after_begin(tmp_path):

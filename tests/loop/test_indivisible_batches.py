@@ -1,4 +1,5 @@
-"""Batch sizes that microbatches or devices do not divide: the error names the batch, early if shapes are known."""
+"""Batch sizes that microbatches or devices do not divide: the error names the batch, early if
+shapes are known."""
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +30,16 @@ def message_of(data, step=None, **options):
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_microbatches_that_do_not_divide_the_last_batch(steps_per_call):
     data = jstep.batches(ROWS, 8, drop_remainder=False)
-    found = message_of(data, jstep.minimize(loss, OPTIMIZER, num_microbatches=4), steps_per_call=steps_per_call)
-    assert "train_step: it cannot take step 3, whose batch has other shapes than the one before" in found
-    assert "has 2 rows; use a batch of a multiple of 4, or max_rows_per_device instead of num_microbatches" in found
+    found = message_of(
+        data, jstep.minimize(loss, OPTIMIZER, num_microbatches=4), steps_per_call=steps_per_call
+    )
+    assert (
+        "train_step: it cannot take step 3, whose batch has other shapes than the one before"
+    ) in found
+    assert (
+        "has 2 rows; use a batch of a multiple of 4, "
+        "or max_rows_per_device instead of num_microbatches"
+    ) in found
     assert LAST_OF_EPOCH in found
     assert "at step 0" in found
 

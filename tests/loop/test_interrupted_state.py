@@ -1,4 +1,5 @@
-"""`interrupted_state`: the last complete state of a run that an exception ended, where one types."""
+"""`interrupted_state`: the last complete state of a run that an exception ended, where one
+types."""
 
 import sys
 
@@ -21,7 +22,10 @@ def make_state():
 
 
 def stopped_at(step, error=KeyboardInterrupt, state=None, **options):
-    given, fail = make_state() if state is None else state, jstep.every(step, raising(error("stop")))
+    given, fail = (
+        make_state() if state is None else state,
+        jstep.every(step, raising(error("stop"))),
+    )
     with pytest.raises(error) as found:
         jstep.train(train_step, given, batch, 100, hooks=[fail], log_steps=None, **options)
     return found.value

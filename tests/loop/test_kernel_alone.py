@@ -1,4 +1,5 @@
-"""The kernel alone: a copy of the package without the rooms that are attached to a run, or without one of them."""
+"""The kernel alone: a copy of the package without the rooms that are attached to a run, or without
+one of them."""
 
 import os
 import pathlib
@@ -77,19 +78,31 @@ except ValueError as error:
 def alone(tmp_path_factory):
     """A directory with the kernel, and nothing else of the package."""
     directory = tmp_path_factory.mktemp("alone")
-    shutil.copytree(PACKAGE, directory / "jstep", ignore=shutil.ignore_patterns("__pycache__", *OTHERS))
+    shutil.copytree(
+        PACKAGE, directory / "jstep", ignore=shutil.ignore_patterns("__pycache__", *OTHERS)
+    )
     return directory
 
 
 def run(directory, program, *arguments):
-    return python("-c", program, *map(str, arguments), cwd=directory, PYTHONPATH=str(directory), JAX_PLATFORMS="cpu")
+    return python(
+        "-c",
+        program,
+        *map(str, arguments),
+        cwd=directory,
+        PYTHONPATH=str(directory),
+        JAX_PLATFORMS="cpu",
+    )
 
 
 def interrupt(directory, place, how):
-    """Send a signal to README's first program while it waits behind step 25; return its exit code."""
+    """Send a signal to README's first program while it waits behind step 25; return its exit
+    code."""
     variables = os.environ | {"PYTHONPATH": str(directory), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", TRAIN, str(place), "50", "25"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=variables) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=variables
+    ) as process:
         try:
             assert process.stdout.readline() == b"waits\n"
             process.send_signal(how)
@@ -99,7 +112,9 @@ def interrupt(directory, place, how):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("how", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("how", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)]
+)
 def test_the_first_program_survives_a_signal(how, code, alone, tmp_path):
     assert interrupt(alone, tmp_path / "killed", how) == code
     resumed = run(alone, TRAIN, tmp_path / "killed", 50)
@@ -117,14 +132,17 @@ def test_a_loop_and_a_save_by_hand(alone, tmp_path):
 
 
 LEFT_OUT = re.compile(
-    rf"\bjstep\.({'|'.join(OTHERS)})\b|from jstep import [^\n]*\b({'|'.join(OTHERS)})\b|__all__|logdir=|PAST|forked"
+    rf"\bjstep\.({'|'.join(OTHERS)})\b|from jstep import "
+    rf"[^\n]*\b({'|'.join(OTHERS)})\b|__all__|logdir=|PAST|forked"
 )
 
 
 def needs_others(path, names):
     """Whether a file of tests names a room or a public name that is not the kernel's."""
     text = path.read_text()
-    return bool(LEFT_OUT.search(text)) or any(re.search(rf"\bjstep\.{name}\b", text) for name in names)
+    return bool(LEFT_OUT.search(text)) or any(
+        re.search(rf"\bjstep\.{name}\b", text) for name in names
+    )
 
 
 @pytest.mark.thorough
@@ -136,16 +154,23 @@ def test_the_tests_of_its_rooms_pass(room, alone):
         if match is not None and match[1] in OTHERS:
             names += match[2].split()
     assert "LoggingHook" in names
-    files = [path for path in sorted((ROOT / "tests" / room).glob("test_*.py")) if not needs_others(path, names)]
+    files = [
+        path
+        for path in sorted((ROOT / "tests" / room).glob("test_*.py"))
+        if not needs_others(path, names)
+    ]
     assert len(files) >= 5
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
     variables = os.environ | {"PYTHONPATH": str(alone), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout[-5000:]
 
 
 def without(room):
-    """Return the rooms to delete with one that is not the kernel's: those that import it, and theirs."""
+    """Return the rooms to delete with one that is not the kernel's: those that import it, and
+    theirs."""
     gone = {room}
     while True:
         more = {package_of(module) for module, other in pairs() if package_of(other) in gone} - gone
@@ -160,6 +185,8 @@ def without(room):
 def test_each_room_that_is_not_the_kernels_may_be_deleted(room, tmp_path):
     gone = without(room)
     assert not gone & KERNEL
-    shutil.copytree(PACKAGE, tmp_path / "jstep", ignore=shutil.ignore_patterns("__pycache__", *gone))
+    shutil.copytree(
+        PACKAGE, tmp_path / "jstep", ignore=shutil.ignore_patterns("__pycache__", *gone)
+    )
     for last_step in (10, 20):
         assert run(tmp_path, TRAIN, tmp_path / "run", last_step).split()[0] == str(last_step)

@@ -1,4 +1,5 @@
-"""What is known of a run that hung, and was killed: the steps that the device finished, and what it was waiting for."""
+"""What is known of a run that hung, and was killed: the steps that the device finished, and what it
+was waiting for."""
 
 import json
 import time
@@ -24,7 +25,7 @@ optimizer = jstep.gradient_descent(0.1)
 step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
 state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
 jstep.train(step, state, batch, 9, checkpoint_dir=sys.argv[1], hooks=[jstep.StallHook(warn_secs=0.3)])
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture

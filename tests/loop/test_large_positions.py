@@ -1,4 +1,5 @@
-"""Positions and states of hooks above 64 kB: read where a save needs them, and files of the checkpoint."""
+"""Positions and states of hooks above 64 kB: read where a save needs them, and files of the
+checkpoint."""
 
 import time
 
@@ -19,7 +20,8 @@ ROWS = 20_000  # of 8 bytes
 
 
 class Buffer:
-    """A replay buffer on the host, which is changed in place, with a view of its last rows and two generators."""
+    """A replay buffer on the host, which is changed in place, with a view of its last rows and two
+    generators."""
 
     def __init__(self, fails_at=None):
         self.rows, self.size, self.reads, self.loads = np.zeros((ROWS, 2), np.float32), 0, 0, 0
@@ -54,7 +56,9 @@ def train(buffer, last, directory, hooks=(), **kwargs):
     kwargs = {"progress": False, "log_steps": None, "save_checkpoint_secs": None} | kwargs
     tells = [jstep.every(1, buffer.tell)] if hasattr(buffer, "tell") else []
     source = jstep.from_state(buffer)
-    return jstep.train(STEP, make_state(), source, last, hooks=[*tells, *hooks], checkpoint_dir=directory, **kwargs)
+    return jstep.train(
+        STEP, make_state(), source, last, hooks=[*tells, *hooks], checkpoint_dir=directory, **kwargs
+    )
 
 
 def by_hand(steps):
@@ -68,7 +72,9 @@ def by_hand(steps):
 def files_of(directory, step):
     """The files of a checkpoint that hold values of the host, with their sizes."""
     path = str(directory / f"model-{step}")
-    reader = ArrayReader(directory_spec(path), read_manifest(path), lambda future, nbytes: future.result())
+    reader = ArrayReader(
+        directory_spec(path), read_manifest(path), lambda future, nbytes: future.result()
+    )
     names = [name.removeprefix(FILES) for name in reader.files()]
     return {name: len(reader.read_file(name)) for name in names}
 
@@ -76,7 +82,8 @@ def files_of(directory, step):
 def test_a_large_position_is_read_where_a_save_needs_it(tmp_path):
     buffer = Buffer()
     train(buffer, 60, tmp_path, save_checkpoint_steps=20)
-    assert buffer.reads <= 2 + 3 + 1  # its size is looked at, three saves, and whether the last one is up to date
+    # It is read for its size, for three saves, and to see if the last one is up to date.
+    assert buffer.reads <= 2 + 3 + 1
     small = Buffer()
     small.rows, small.newest, small.environment["log"] = small.rows[:100], small.rows[91:100], b""
     train(small, 60, tmp_path / "small", save_checkpoint_steps=20)
@@ -91,9 +98,14 @@ def test_an_error_in_fn_says_why_nothing_is_saved(tmp_path, fails_at):
         train(Buffer(fails_at), 20, tmp_path, save_checkpoint_steps=10)
     assert error.value.state.global_step == fails_at
     (note,) = [note for note in error.value.__notes__ if note.startswith("jstep:")]
-    assert f"while batch {fails_at} was fetched; the state after step {fails_at} is in the exception's `state`" in note
+    assert (
+        f"while batch {fails_at} was fetched; "
+        f"the state after step {fails_at} is in the exception's `state`"
+    ) in note
     assert "is not saved, because the data source has advanced" in note
-    assert ("; there is no checkpoint yet" if fails_at == 3 else "; a restart resumes from model-10") in note
+    assert (
+        "; there is no checkpoint yet" if fails_at == 3 else "; a restart resumes from model-10"
+    ) in note
     assert jstep.Saver(tmp_path).all_steps() == ([] if fails_at == 3 else [10])
     assert train(Buffer(), 20, tmp_path) == by_hand(20)
 
@@ -124,10 +136,17 @@ def test_large_memories_of_hooks_are_files(tmp_path):
 
     for stop in (4, 8):
         hook, callback = Remembers(), Callback()
-        evaluation = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, callbacks=[callback])
+        evaluation = jstep.EvaluationHook(
+            lambda state: {"loss": 1.0}, every_n_steps=2, callbacks=[callback]
+        )
         train(Buffer(), stop, tmp_path, [hook, evaluation])
         sizes = files_of(tmp_path, stop)
-        assert sorted(sizes) == ["hooks.0", "hooks.1", "position.process_0.0", "position.process_0.1"]
+        assert sorted(sizes) == [
+            "hooks.0",
+            "hooks.1",
+            "position.process_0.0",
+            "position.process_0.1",
+        ]
         assert sizes["hooks.0"] == sizes["hooks.1"] == ROWS * 16
     np.testing.assert_array_equal(hook.memory[:10, 0], [0, 1, 2, 3, 4, 5, 6, 7, 8, 0])
     np.testing.assert_array_equal(callback.memory[:10, 0], [0, 0, 2, 0, 4, 0, 6, 0, 8, 0])
@@ -144,15 +163,22 @@ def test_a_corrupted_file_is_found(tmp_path, capsys):
             data[at] ^= 1
             path.write_bytes(data)
     assert int(saver.restore(make_state()).global_step) == 5, "the state is intact"
-    with pytest.raises(jstep.CheckpointError, match=r"the file 'position\.process_0\.0' has another checksum"):
+    with pytest.raises(
+        jstep.CheckpointError,
+        match=r"the file 'position\.process_0\.0' has another checksum",
+    ):
         saver.read_file("position.process_0.0", 5)
-    with pytest.raises(jstep.CheckpointError, match=r"the file 'position\.process_0\.0' has another checksum"):
+    with pytest.raises(
+        jstep.CheckpointError,
+        match=r"the file 'position\.process_0\.0' has another checksum",
+    ):
         train(Buffer(), 6, saver)
     assert main(["inspect", str(tmp_path), "--verify"]) != 0
     assert "position.process_0.0" in capsys.readouterr().err
 
 
-# Positions of loaders that are slow to read are read rarely; a restart fetches the batches since, bit for bit.
+# Positions of loaders that are slow to read are read rarely; a restart fetches the batches since,
+# bit for bit.
 
 SLOW = 0.05
 
@@ -186,7 +212,9 @@ class Rows:
 def train_slow(batches, last, directory, stop=None, **kwargs):
     hooks = [] if stop is None else [jstep.every(stop, lambda *_: True)]
     kwargs = {"progress": False, "log_steps": None, "save_checkpoint_secs": None} | kwargs
-    return jstep.train(STEP, make_state(), batches, last, hooks=hooks, checkpoint_dir=directory, **kwargs)
+    return jstep.train(
+        STEP, make_state(), batches, last, hooks=hooks, checkpoint_dir=directory, **kwargs
+    )
 
 
 def positions(directory):
@@ -208,7 +236,10 @@ def test_a_run_that_stops_between_reads_resumes_bit_for_bit(tmp_path, steps_per_
     assert "after" not in kept[40]
     for step, one in kept.items():
         found = Rows()
-        assert next(open_source(found, step, step + 2, saved_position({"batches": one})).items) is not None
+        assert (
+            next(open_source(found, step, step + 2, saved_position({"batches": one})).items)
+            is not None
+        )
         assert found.at == step + 1
     loader = Rows()
     found = jstep.replay(STEP, whole, loader, tmp_path / "parts", 31, steps_per_call=steps_per_call)
@@ -236,7 +267,8 @@ def test_batches_that_were_fetched_and_not_trained_on_are_fetched_again(tmp_path
     with pytest.raises(OSError, match="is gone"):
         train_slow(Fails(), 30, tmp_path)
     assert positions(tmp_path)[11]["after"] == 10
-    with pytest.raises(OSError, match="is gone"):  # before the first batch: the position of the checkpoint
+    with pytest.raises(OSError, match="is gone"):
+        # Before the first batch, the position is that of the checkpoint.
         train_slow(Fails(), 30, tmp_path)
     assert positions(tmp_path)[11]["after"] == 10
     assert train_slow(Rows(), 30, tmp_path) == train_slow(Rows(slow=0), 30, tmp_path / "whole")
@@ -248,4 +280,6 @@ def test_data_that_ended_have_ended_after_a_restart(tmp_path):
     assert int(first.global_step) == 12
     assert "after" in positions(tmp_path)[12]
     assert train_slow(Rows(12), 30, tmp_path) == first
-    assert train_slow(Rows(20), 30, tmp_path) == train_slow(Rows(20, slow=0), 30, tmp_path / "whole")
+    assert train_slow(Rows(20), 30, tmp_path) == train_slow(
+        Rows(20, slow=0), 30, tmp_path / "whole"
+    )

@@ -1,4 +1,5 @@
-"""What is saved, and said of it, when a run hangs or fails: by another thread, with calls of hooks left out."""
+"""What is saved, and said of it, when a run hangs or fails: by another thread, with calls of hooks
+left out."""
 
 import math
 
@@ -44,7 +45,9 @@ def test_a_hang_is_not_saved_if_the_state_must_not_be_or_cannot(tmp_path, monkey
     with monkeypatch.context() as lost:
         lost.setattr(stopping, "why_not_saved", lambda run: "because the data source has advanced")
         said = said_in(tmp_path / "d", stopping.save_stalled_run)
-    assert said.startswith("step 3 is not saved, because the data source has advanced; there is no checkpoint yet")
+    assert said.startswith(
+        "step 3 is not saved, because the data source has advanced; there is no checkpoint yet"
+    )
 
     monkeypatch.setattr(RunSaverHook, "save_without_peers", raising(OSError("the disk is full")))
     said = said_in(tmp_path / "c", stopping.save_stalled_run)

@@ -1,7 +1,8 @@
-"""What whole runs log, write and leave behind, line by line; `python tests/loop/test_lines_of_runs.py` writes it anew.
+"""What whole runs log, write and leave behind, line by line; `python
+tests/loop/test_lines_of_runs.py` writes it anew.
 
-The lines are in lines_of_runs.txt beside this file: a change of a message, of an order or of a field is a change of
-that file, to be looked at. Times and paths are masked.
+The lines are in lines_of_runs.txt beside this file: a change of a message, of an order or of a
+field is a change of that file, to be looked at. Times and paths are masked.
 """
 
 import logging
@@ -65,19 +66,28 @@ def run(folder, last_step=6, *, step=STEP, state=None, batches=DATA, **options):
     logger.addHandler(log)
     where = os.path.join(folder, "run")
     known = len(record(where))
-    options = {"checkpoint_dir": where, "save_checkpoint_steps": 3, "log_steps": 2, "progress": False} | options
+    options = {
+        "checkpoint_dir": where,
+        "save_checkpoint_steps": 3,
+        "log_steps": 2,
+        "progress": False,
+    } | options
     try:
         state = jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER) if state is None else state
         done = jstep.train(step, state, batches, last_step, **options)
         end = [f"ends at step {int(done.global_step)}"]
     except BaseException as error:
-        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("jstep")]  # the others are JAX's
+        # The other notes are JAX's.
+        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("jstep")]
         end = [f"raises {type(error).__name__}: {error}", *(f"note: {note}" for note in notes)]
         end += [f"exit code {error.code}"] if isinstance(error, SystemExit) else []
     finally:
         logger.removeHandler(log)
         logger.setLevel(before)
-    files = [f"file {os.path.relpath(path, folder)}" for path in sorted(map(str, pathlib.Path(where).glob("*")))]
+    files = [
+        f"file {os.path.relpath(path, folder)}"
+        for path in sorted(map(str, pathlib.Path(where).glob("*")))
+    ]
     return [*log.lines, *end, *record(where)[known:], *files]
 
 
@@ -88,21 +98,33 @@ def record(where):
         full = load_setup(where, start)
         setup = full["setup"] or {}
         arguments = setup.get("arguments") or {}
-        given = [f"{name} {value}" for name, value in sorted(arguments.items()) if value not in (None, [], False)]
+        given = [
+            f"{name} {value}"
+            for name, value in sorted(arguments.items())
+            if value not in (None, [], False)
+        ]
         state = setup.get("state") or {}
         named = {
-            "steps": f"{full['step'][0]} to {full['step'][1]} of {full['last_step']}" if full["step"] else "",
+            "steps": f"{full['step'][0]} to {full['step'][1]} of {full['last_step']}"
+            if full["step"]
+            else "",
             "end": ": ".join(full["end"] or []).rstrip(": "),
             "exception": full["exception"],
-            "saved": ", ".join(f"{step} ({examples} examples)" for step, _, examples, _ in full["saved"]),
+            "saved": ", ".join(
+                f"{step} ({examples} examples)" for step, _, examples, _ in full["saved"]
+            ),
             "phases": ", ".join(sorted(full["seconds"].keys() - {"before"})),
             "arguments": ", ".join(given),
-            "state": f"{state['leaves']} leaves, slots {', '.join(state['slots'])}" if state else "",
+            "state": f"{state['leaves']} leaves, slots {', '.join(state['slots'])}"
+            if state
+            else "",
             "stages": setup.get("stages"),
             "batches": (setup.get("batches") or {}).get("kind"),
             "optimizers": sorted({program["optimizer"] for program in setup.get("programs") or ()}),
         }
-        lines += [f"start {full['number']}, {name}: {value or 'none'}" for name, value in named.items()]
+        lines += [
+            f"start {full['number']}, {name}: {value or 'none'}" for name, value in named.items()
+        ]
     return lines
 
 
@@ -110,7 +132,14 @@ def record(where):
 
 
 def fresh_resumed_and_finished(folder):
-    return ["-- fresh", *run(folder), "-- resumed", *run(folder, 10), "-- finished before", *run(folder, 10)]
+    return [
+        "-- fresh",
+        *run(folder),
+        "-- resumed",
+        *run(folder, 10),
+        "-- finished before",
+        *run(folder, 10),
+    ]
 
 
 def with_stages_and_evaluations(folder):
@@ -118,12 +147,18 @@ def with_stages_and_evaluations(folder):
     hooks = [
         jstep.LoggingHook(every_n_steps=3),
         jstep.EvaluationHook(
-            evaluate, every_n_steps=4, callbacks=[jstep.EarlyStopping("loss", patience=1, min_delta=9.0)]
+            evaluate,
+            every_n_steps=4,
+            callbacks=[jstep.EarlyStopping("loss", patience=1, min_delta=9.0)],
         ),
     ]
     options = {"hooks": hooks, "logdir": os.path.join(folder, "log"), "save_summaries_steps": 2}
     lines = run(
-        folder, 20, step={0: STEP, 3: LATER}, batches=jstep.batches({"x": ROWS}, {0: 4, 5: 5}, seed=3), **options
+        folder,
+        20,
+        step={0: STEP, 3: LATER},
+        batches=jstep.batches({"x": ROWS}, {0: 4, 5: 5}, seed=3),
+        **options,
     )
     return [*lines, *events(os.path.join(folder, "log"))]
 
@@ -131,7 +166,10 @@ def with_stages_and_evaluations(folder):
 def events(where):
     """Return the tags of the event files, each with its steps."""
     found = read_scalars(where)
-    return [f"event {tag} at {[point.step for point in points]}" for tag, points in sorted(found.items())]
+    return [
+        f"event {tag} at {[point.step for point in points]}"
+        for tag, points in sorted(found.items())
+    ]
 
 
 def several_steps_per_call(folder):
@@ -182,7 +220,12 @@ def other_parameters_than_were_saved(folder):
 REPORTS = {
     one.__name__: one
     for one in (
-        *(fresh_resumed_and_finished, with_stages_and_evaluations, several_steps_per_call, stopped_by_a_signal),
+        *(
+            fresh_resumed_and_finished,
+            with_stages_and_evaluations,
+            several_steps_per_call,
+            stopped_by_a_signal,
+        ),
         *(a_loss_that_is_nan, a_hook_that_raises, batches_that_fail, batches_that_end_or_change),
         other_parameters_than_were_saved,
     )
@@ -190,7 +233,8 @@ REPORTS = {
 
 
 def text_of(name):
-    """Return what the runs of a report say, without what differs between machines and versions of JAX."""
+    """Return what the runs of a report say, without what differs between machines and versions of
+    JAX."""
     with tempfile.TemporaryDirectory() as folder:
         lines = REPORTS[name](folder)
         # Programs are compiled in the background, so that these lines may come earlier or later.
@@ -230,4 +274,6 @@ def test_each_stored_text_is_compared():
 
 
 if __name__ == "__main__":
-    FILE.write_text("\n".join(f"=== {name}\n{text_of(name)}\n" for name in REPORTS), encoding="utf-8")
+    FILE.write_text(
+        "\n".join(f"=== {name}\n{text_of(name)}\n" for name in REPORTS), encoding="utf-8"
+    )

@@ -1,4 +1,5 @@
-"""A loader object that is passed to another run after one that has fetched more batches than it has trained on."""
+"""A loader object that is passed to another run after one that has fetched more batches than it has
+trained on."""
 
 import logging
 import math
@@ -52,7 +53,11 @@ def generated():
 def is_ahead(request, monkeypatch):
     """Whether a thread reads ahead from the second call on."""
     monkeypatch.setattr(feeder, "_CHECK_SECS", -math.inf)
-    read_ahead = lambda self, got: self._read_ahead() if request.param and self._thread is None else None  # noqa: E731
+
+    def read_ahead(self, got):
+        if request.param and self._thread is None:
+            self._read_ahead()
+
     monkeypatch.setattr(feeder.BatchFeeder, "_check_waits", read_ahead)
     return request.param
 
@@ -93,17 +98,23 @@ def total(batches, last=LAST, *, run=by_train, loss=Loss(), state=None, **option
 
 def lost_batches(caplog):
     """Return the warnings of batches that are lost."""
-    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    messages = [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ]
     caplog.clear()
     return [message for message in messages if "without being trained on" in message]
 
 
-@pytest.mark.thorough(except_for=["direct-loader-train-4-False", "ahead-loss-loop-1-True", "ahead-loss-train-4-False"])
+@pytest.mark.thorough(
+    except_for=["direct-loader-train-4-False", "ahead-loss-loop-1-True", "ahead-loss-train-4-False"]
+)
 @pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 @pytest.mark.parametrize("run", [by_train, by_loop], ids=["train", "loop"])
 @pytest.mark.parametrize("cause", ["loader", "loss"])
-def test_the_batches_of_a_first_call_that_failed(cause, run, steps_per_call, is_ahead, saves, tmp_path, caplog):
+def test_the_batches_of_a_first_call_that_failed(
+    cause, run, steps_per_call, is_ahead, saves, tmp_path, caplog
+):
     loader = Loader(fails_at=2 if cause == "loader" else None)
     loss = Loss(fails=cause == "loss")
     options = {"run": run, "loss": loss, "steps_per_call": steps_per_call}
@@ -128,14 +139,21 @@ def test_the_batches_of_a_later_call_that_failed(steps_per_call, is_ahead, tmp_p
     assert total(loader, state=caught.value.state, checkpoint_dir=tmp_path / "second") == ALL
 
 
-@pytest.mark.parametrize("make", [Unpositioned, generated, Loader], ids=["iterator", "generator", "loader"])
+@pytest.mark.parametrize(
+    "make", [Unpositioned, generated, Loader], ids=["iterator", "generator", "loader"]
+)
 def test_batches_that_are_lost_are_a_warning(make, is_ahead, caplog):
     """Without a checkpoint_dir, a loader is not asked for its position after each batch."""
     batches = make()
 
     def stop(*_):
         if is_ahead:  # let the thread fetch the next batch
-            wait_until(lambda: (batches.at if isinstance(batches, Loader) else local(batches, "number") + 1) > 6)
+            wait_until(
+                lambda: (
+                    (batches.at if isinstance(batches, Loader) else local(batches, "number") + 1)
+                    > 6
+                )
+            )
         return True
 
     total(batches, hooks=[jstep.every(6, stop)])
@@ -146,7 +164,10 @@ def test_batches_that_are_lost_are_a_warning(make, is_ahead, caplog):
     lost = lost_batches(caplog)
     assert len(lost) == is_ahead
     kind = type(batches).__name__
-    assert all(text.startswith(f"batches: {count} of this {kind} were fetched by an earlier run ") for text in lost)
+    assert all(
+        text.startswith(f"batches: {count} of this {kind} were fetched by an earlier run ")
+        for text in lost
+    )
     total(batches)
     assert not lost_batches(caplog)
 
@@ -157,7 +178,9 @@ def test_the_batches_of_a_failed_call_of_an_iterator_are_lost(caplog):
         total(batches, steps_per_call=4)
     assert total(batches, steps_per_call=4) == 4.0 * ALL
     (message,) = lost_batches(caplog)
-    assert message.startswith("batches: 2 of this Unpositioned were fetched by an earlier run without being trained on")
+    assert message.startswith(
+        "batches: 2 of this Unpositioned were fetched by an earlier run without being trained on"
+    )
 
 
 fail = doubles.raising(OSError("no shard"))
@@ -186,8 +209,14 @@ class Iterable:
         self.shards.set_state(state)
 
 
-FETCHED = "batches: an earlier run ended while this {} fetched one, which may be lost: this run begins where it is now"
-WITHOUT = "The run begins at step 2, and there is no checkpoint with a position of the {}: it starts where it is now"
+FETCHED = (
+    "batches: an earlier run ended while this {} fetched one, which may be lost: "
+    "this run begins where it is now"
+)
+WITHOUT = (
+    "The run begins at step 2, and there is no checkpoint with a position of the {}: "
+    "it starts where it is now"
+)
 
 
 @pytest.mark.parametrize(("make", "line"), [(Shards, FETCHED), (Iterable, WITHOUT)])

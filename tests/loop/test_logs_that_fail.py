@@ -1,4 +1,5 @@
-"""A log that cannot be written never prevents a checkpoint: a History, event files, fingerprints."""
+"""A log that cannot be written never prevents a checkpoint: a History, event files,
+fingerprints."""
 
 import errno
 import os
@@ -29,7 +30,11 @@ class Full:
         self._monkeypatch.setattr(kind, method, write)
 
     def named(self, log):
-        return [] if isinstance(log, growing_files.LineFile) else [getattr(log, "path", None) or log._path]
+        return (
+            []
+            if isinstance(log, growing_files.LineFile)
+            else [getattr(log, "path", None) or log._path]
+        )
 
 
 @pytest.fixture
@@ -80,7 +85,8 @@ def test_a_due_checkpoint_is_saved_and_the_error_has_all_that_others_have(kind, 
     error, notes = info.value, " ".join(info.value.__notes__)
     steps = steps_in(tmp_path / "run")
     assert steps[0] == 5
-    assert steps[-1] == 10 or kind is of_fingerprints or steps[-1] >= 8  # its first line that fails ends the run
+    # Its first line that fails ends the run.
+    assert steps[-1] == 10 or kind is of_fingerprints or steps[-1] >= 8
     assert file in str(error)
     assert int(error.state.global_step) == steps[-1] < 40
     assert f"jstep: at step {steps[-1]}, after the update with batch {steps[-1] - 1}, in " in notes
@@ -96,7 +102,13 @@ def test_the_last_checkpoint_is_saved(kind, full, tmp_path):
     hooks = [filling(full, 7), *options.pop("hooks", ())]
     mine = jstep.CheckpointSaverHook(jstep.Saver(tmp_path / "mine", prefix="mine"), save_steps=100)
     with pytest.raises(OSError, match="No space left") as info:
-        train(7, hooks=[*hooks, mine], checkpoint_dir=tmp_path / "run", save_checkpoint_steps=100, **options)
+        train(
+            7,
+            hooks=[*hooks, mine],
+            checkpoint_dir=tmp_path / "run",
+            save_checkpoint_steps=100,
+            **options,
+        )
     assert file in str(info.value)
     assert int(info.value.state.global_step) == 7
     assert steps_in(tmp_path / "run") == [7]
@@ -115,7 +127,9 @@ def test_a_signal_saves(kind, full, tmp_path):
 
     hooks = [jstep.every(1, stop), *options.pop("hooks", ())]
     with pytest.raises(OSError, match="No space left") as info:
-        train(40, hooks=hooks, checkpoint_dir=tmp_path / "run", save_checkpoint_steps=100, **options)
+        train(
+            40, hooks=hooks, checkpoint_dir=tmp_path / "run", save_checkpoint_steps=100, **options
+        )
     assert file in str(info.value)
     assert steps_in(tmp_path / "run") == [6]
     assert "is saved as model-6" in " ".join(info.value.__notes__)
@@ -135,5 +149,8 @@ def test_what_fails_when_the_run_closes_has_the_state(tmp_path, monkeypatch):
     assert int(info.value.state.global_step) == 4
     assert "at step 4, while the run closed" in " ".join(info.value.__notes__)
     with pytest.raises(KeyError) as info:
-        train(8, hooks=[jstep.History(tmp_path / "other.jsonl"), jstep.every(6, lambda *_: {}["mine"])])
+        train(
+            8,
+            hooks=[jstep.History(tmp_path / "other.jsonl"), jstep.every(6, lambda *_: {}["mine"])],
+        )
     assert [note for note in info.value.__notes__ if "other.jsonl" in note]

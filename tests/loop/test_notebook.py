@@ -1,4 +1,5 @@
-"""A run in a notebook: one output that updates in place, an interrupt; a fake kernel and a real one."""
+"""A run in a notebook: one output that updates in place, an interrupt; a fake kernel and a real
+one."""
 
 import logging
 import re
@@ -51,7 +52,9 @@ def kernel(monkeypatch):
 
 def train(last_step, *hooks, **options):
     state = jstep.TrainState.create({"w": 1.0}, optimizer)
-    return jstep.train(train_step, state, lambda step: jnp.float32(0), last_step, hooks=hooks, **options)
+    return jstep.train(
+        train_step, state, lambda step: jnp.float32(0), last_step, hooks=hooks, **options
+    )
 
 
 def evaluation():
@@ -111,7 +114,14 @@ def test_what_has_changed_is_below_the_bar(kernel, tmp_path):
         changed = jstep.gradient_descent(rate)
         step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, changed)
         state = jstep.TrainState.create({"w": 1.0}, changed)
-        jstep.train(step, state, lambda step: jnp.float32(0), 10, checkpoint_dir=tmp_path, config={"rate": rate})
+        jstep.train(
+            step,
+            state,
+            lambda step: jnp.float32(0),
+            10,
+            checkpoint_dir=tmp_path,
+            config={"rate": rate},
+        )
     assert "<div>  config: rate: 0.1 before, 0.5 now</div>" in kernel[1].shown[-1]
 
 
@@ -140,9 +150,11 @@ def test_a_real_kernel(tmp_path):
     stop = "jstep.every(1, lambda step, state, metrics: 1 / (50 - step))"
     cells = [
         HEAD,
-        f"state = jstep.train(train_step, state, batch, 100, hooks=[{stop}])",  # an error at step 50
+        # This ends with an error at step 50.
+        f"state = jstep.train(train_step, state, batch, 100, hooks=[{stop}])",
         "state = jstep.train(train_step, state, batch, 100)",  # the state was donated
-        "state = jstep.train(train_step, jstep.interrupted_state(), batch, 100); print(int(state.global_step))",
+        "state = jstep.train(train_step, jstep.interrupted_state(), batch, 100); "
+        "print(int(state.global_step))",
         "state = jstep.train(train_step, state, batch, 20_000, hooks=[history := jstep.History()])",
         "history",
         "train_step",
@@ -150,7 +162,11 @@ def test_a_real_kernel(tmp_path):
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     client = nbclient.NotebookClient(
-        notebook, timeout=200, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": str(tmp_path)}}
+        notebook,
+        timeout=200,
+        kernel_name="python3",
+        allow_errors=True,
+        resources={"metadata": {"path": str(tmp_path)}},
     )
     client.execute()
     found = [cell.outputs for cell in notebook.cells]

@@ -65,7 +65,9 @@ def run_with_body():
 
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 @pytest.mark.parametrize("stage", [0, 4])
-def test_the_state_after_the_first_call_of_a_stage_is_kept(broken, monkeypatch, stage, steps_per_call):
+def test_the_state_after_the_first_call_of_a_stage_is_kept(
+    broken, monkeypatch, stage, steps_per_call
+):
     monkeypatch.setattr(broken, "moment", "on_first_call")
     monkeypatch.setattr(broken, "step", stage + 1)
     other = jstep.minimize(lambda params, x: jnp.sum(params["w"] * x), OPTIMIZER)
@@ -92,10 +94,14 @@ def test_a_state_that_has_just_replaced_another_is_kept(broken, monkeypatch):
 
 
 @pytest.mark.parametrize("moment", ["on_first_call", "on_replaced", "on_save"])
-def test_nothing_is_saved_of_an_iteration_that_an_observer_has_broken(broken, monkeypatch, tmp_path, moment):
+def test_nothing_is_saved_of_an_iteration_that_an_observer_has_broken(
+    broken, monkeypatch, tmp_path, moment
+):
     monkeypatch.setattr(broken, "moment", moment)
     monkeypatch.setattr(broken, "step", 1)
-    error = failed_run(TRAIN_STEP, hooks=[Doubles()], checkpoint_dir=tmp_path, save_checkpoint_steps=1)
+    error = failed_run(
+        TRAIN_STEP, hooks=[Doubles()], checkpoint_dir=tmp_path, save_checkpoint_steps=1
+    )
     assert str(error) == f"of {moment}"
     assert int(error.state.global_step) == 1
     assert jstep.Saver(tmp_path).all_steps() == []

@@ -1,4 +1,5 @@
-"""What happens at a step between two at which something is due: nothing of it is missed or comes twice."""
+"""What happens at a step between two at which something is due: nothing of it is missed or comes
+twice."""
 
 import gc
 import os
@@ -21,7 +22,9 @@ ODD = 37
 """The step at which something happens."""
 
 optimizer = jstep.adam(0.1)
-train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"][None] - x["x"]) ** 2), optimizer)
+train_step = jstep.minimize(
+    lambda params, x: jnp.mean((params["w"][None] - x["x"]) ** 2), optimizer
+)
 
 
 def new_state():
@@ -79,7 +82,9 @@ def expected():
 def test_hooks_and_bodies_are_called_at_their_steps(expected):
     ten, thirty = Every(10), Every(30)
     bodies = []
-    with jstep.Run(train_step, new_state(), batch, STEPS, hooks=[ten, thirty], progress=False) as run:
+    with jstep.Run(
+        train_step, new_state(), batch, STEPS, hooks=[ten, thirty], progress=False
+    ) as run:
         for step in run.every(25):
             bodies.append((step, weights(run.state) == expected[step]))
     assert [step for step, _ in ten.seen] == [*range(10, 101, 10)]
@@ -101,7 +106,9 @@ def test_a_body_follows_each_step_and_its_hooks(expected):
         def after_step(self, step, state, metrics):
             order.append(("hook", step))
 
-    with jstep.Run(train_step, new_state(), batch, STEPS, hooks=[Ordered(30)], progress=False) as run:
+    with jstep.Run(
+        train_step, new_state(), batch, STEPS, hooks=[Ordered(30)], progress=False
+    ) as run:
         for step in run:
             order.append(("body", step))
             assert run.step == step
@@ -126,7 +133,9 @@ def test_a_state_that_the_body_assigns_is_trained():
 
 @pytest.mark.parametrize("how", ["break", "stop"])
 def test_a_body_ends_the_run(how, bodies, expected, tmp_path):
-    with jstep.Run(train_step, new_state(), batch, STEPS, checkpoint_dir=tmp_path, progress=False) as run:
+    with jstep.Run(
+        train_step, new_state(), batch, STEPS, checkpoint_dir=tmp_path, progress=False
+    ) as run:
         for step in run:
             bodies.append(step)
             if step == ODD and how == "break":
@@ -141,7 +150,13 @@ def test_a_body_ends_the_run(how, bodies, expected, tmp_path):
 def test_an_error_of_the_body_saves_nothing(bodies, expected, tmp_path):
     def fail_in_body():
         with jstep.Run(
-            train_step, new_state(), batch, STEPS, checkpoint_dir=tmp_path, save_checkpoint_steps=20, progress=False
+            train_step,
+            new_state(),
+            batch,
+            STEPS,
+            checkpoint_dir=tmp_path,
+            save_checkpoint_steps=20,
+            progress=False,
         ) as run:
             for step in run:
                 bodies.append(step)
@@ -157,7 +172,9 @@ def test_an_error_of_the_body_saves_nothing(bodies, expected, tmp_path):
 
 def test_a_signal_in_the_body_is_obeyed_after_it(bodies, expected, tmp_path):
     def run_once():
-        with jstep.Run(train_step, new_state(), batch, STEPS, checkpoint_dir=tmp_path, progress=False) as run:
+        with jstep.Run(
+            train_step, new_state(), batch, STEPS, checkpoint_dir=tmp_path, progress=False
+        ) as run:
             for step in run:
                 if step == ODD and ODD not in bodies:
                     os.kill(os.getpid(), signal.SIGTERM)
@@ -189,7 +206,9 @@ def test_a_body_follows_a_hook_that_is_due_by_time():
             order.append(("body", step))
     assert [step for who, step in order if who == "hook"] == [10, 20, 30, 40, 50, 60]
     assert [step for who, step in order if who == "body"] == [*range(1, 61)]
-    assert all(order[i + 1] == ("body", step) for i, (who, step) in enumerate(order) if who == "hook")
+    assert all(
+        order[i + 1] == ("body", step) for i, (who, step) in enumerate(order) if who == "hook"
+    )
 
 
 def test_a_hook_of_each_step_is_called_after_each_call(calls):
@@ -213,7 +232,8 @@ class Alive:
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "nested"])
 def test_one_batch_and_one_state_are_held(flat, steps_per_call):
-    """Those of the latest step, also while the next batch is made; a call of several steps has them stacked."""
+    """Those of the latest step, also while the next batch is made; a call of several steps has them
+    stacked."""
     batches = Alive()
     states = Alive()
     at_fetch = []
@@ -229,7 +249,9 @@ def test_one_batch_and_one_state_are_held(flat, steps_per_call):
         return x if flat else {"x": (x,)}
 
     step_fn = jstep.minimize(loss, optimizer)
-    with jstep.Run(step_fn, new_state(), make, 24, steps_per_call=steps_per_call, progress=False) as run:
+    with jstep.Run(
+        step_fn, new_state(), make, 24, steps_per_call=steps_per_call, progress=False
+    ) as run:
         gc.disable()  # no cycle may keep them
         try:
             for _ in run:
@@ -269,7 +291,9 @@ def test_batches_of_each_kind_are_taken(make, expected):
 
 def test_batches_of_a_data_set_are_taken():
     rows = np.arange(300, dtype=np.float32).reshape(100, 3)
-    state = jstep.train(train_step, new_state(), jstep.batches({"x": rows}, 2, seed=1), 70, progress=False)
+    state = jstep.train(
+        train_step, new_state(), jstep.batches({"x": rows}, 2, seed=1), 70, progress=False
+    )
     reference = new_state()
     for step, one in zip(range(70), jstep.batches({"x": rows}, 2, seed=1), strict=False):
         assert step == jstep.global_step(reference)
@@ -293,11 +317,15 @@ def test_a_buffer_that_the_loader_writes_again_is_copied(container, expected):
             buffer[:] = batch(step)["x"]
             yield one
 
-    state = jstep.train(jstep.minimize(loss, optimizer), new_state(), batches(), STEPS, progress=False)
+    state = jstep.train(
+        jstep.minimize(loss, optimizer), new_state(), batches(), STEPS, progress=False
+    )
     assert weights(state) == expected[STEPS]
 
 
-@pytest.mark.parametrize("wrong", [np.full((2, 3), 2**40), np.array([["a", "b", "c"]] * 2)], ids=["wide", "text"])
+@pytest.mark.parametrize(
+    "wrong", [np.full((2, 3), 2**40), np.array([["a", "b", "c"]] * 2)], ids=["wide", "text"]
+)
 def test_a_batch_that_cannot_be_trained_on_is_refused_at_its_step(wrong, expected, tmp_path):
     def failing(step):
         return wrong if step == ODD else np.full((2, 3), step)
@@ -361,7 +389,9 @@ def test_a_program_for_another_sharding_is_reported(caplog):
 
 
 def test_shapes_may_vary_all_the_time(calls):
-    state = jstep.train(train_step, new_state(), lambda n: batch(n, rows=2 + n % 3 // 2), 3000, progress=False)
+    state = jstep.train(
+        train_step, new_state(), lambda n: batch(n, rows=2 + n % 3 // 2), 3000, progress=False
+    )
     assert int(state.global_step) == 3000
     assert calls == [*range(3000)]
 
@@ -380,7 +410,14 @@ class Examples(RunHook):
 
 def test_examples_are_counted():
     hook = Examples()
-    jstep.train(train_step, new_state(), lambda n: batch(n, 2 + n // 50), STEPS, hooks=[hook], progress=False)
+    jstep.train(
+        train_step,
+        new_state(),
+        lambda n: batch(n, 2 + n // 50),
+        STEPS,
+        hooks=[hook],
+        progress=False,
+    )
     assert hook.seen == [(n, (2 * n + max(0, n - 50), 0)) for n in (20, 40, 60, 80, 100)]
 
 
@@ -408,7 +445,9 @@ def test_an_error_of_the_batches_has_the_state_of_its_step(expected, tmp_path):
         return batch(step)
 
     with pytest.raises(ValueError, match="broken record") as caught:
-        jstep.train(train_step, new_state(), failing, STEPS, checkpoint_dir=tmp_path, progress=False)
+        jstep.train(
+            train_step, new_state(), failing, STEPS, checkpoint_dir=tmp_path, progress=False
+        )
     assert weights(caught.value.state) == expected[ODD]
     assert any(f"while batch {ODD} was fetched" in note for note in caught.value.__notes__)
     assert jstep.Saver(tmp_path).all_steps()[-1] == ODD
@@ -424,9 +463,13 @@ def test_a_signal_while_a_batch_is_made(expected, tmp_path):
         return batch(step)
 
     with pytest.raises(jstep.Preempted, match=f"after step {ODD}"):
-        jstep.train(train_step, new_state(), batches, STEPS, checkpoint_dir=tmp_path, progress=False)
+        jstep.train(
+            train_step, new_state(), batches, STEPS, checkpoint_dir=tmp_path, progress=False
+        )
     assert jstep.Saver(tmp_path).all_steps() == [ODD]
-    state = jstep.train(train_step, new_state(), batches, STEPS, checkpoint_dir=tmp_path, progress=False)
+    state = jstep.train(
+        train_step, new_state(), batches, STEPS, checkpoint_dir=tmp_path, progress=False
+    )
     assert weights(state) == expected[STEPS]
     assert made.count(ODD) == 2
     assert made.count(ODD - 1) == 1

@@ -1,4 +1,5 @@
-"""One rule for `train` and `Run`: what ends an iteration saves nothing of it, and the end is one transaction."""
+"""One rule for `train` and `Run`: what ends an iteration saves nothing of it, and the end is one
+transaction."""
 
 import asyncio
 import contextlib
@@ -85,13 +86,19 @@ class Raises(jstep.Hook):
 
 @pytest.mark.thorough(except_for="each value once")
 @BOTH
-@pytest.mark.parametrize("error", [OSError("away"), SystemExit(1), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    "error", [OSError("away"), SystemExit(1), KeyboardInterrupt()], ids=lambda e: type(e).__name__
+)
 @pytest.mark.parametrize("method", ["before_step", "after_step"])
-def test_the_memory_of_a_hook_before_the_one_that_raised_is_that_of_the_restored_step(mode, method, error, tmp_path):
+def test_the_memory_of_a_hook_before_the_one_that_raised_is_that_of_the_restored_step(
+    mode, method, error, tmp_path
+):
     with pytest.raises(type(error)) as caught:
         go(mode, 6, tmp_path, [Counts(), Raises(method, 3, error)], save_checkpoint_steps=1)
     assert steps_in(tmp_path) == ([1, 2, 3] if method == "before_step" else [1, 2])
-    assert "is not saved, because the iteration has not ended; a restart" in "".join(caught.value.__notes__)
+    assert "is not saved, because the iteration has not ended; a restart" in "".join(
+        caught.value.__notes__
+    )
     assert end_of(tmp_path)[0] == "failed"
     counts = Counts()
     state = go(mode, 6, tmp_path, [counts])
@@ -103,7 +110,9 @@ def test_the_memory_of_a_hook_before_the_one_that_raised_is_that_of_the_restored
 def test_an_evaluation_whose_callback_raises_is_made_again_with_all_callbacks(mode, tmp_path):
     def hooks(plot):
         stop = jstep.EarlyStopping("loss", patience=9)
-        evaluation = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, callbacks=[plot, stop])
+        evaluation = jstep.EvaluationHook(
+            lambda state: {"loss": 1.0}, every_n_steps=2, callbacks=[plot, stop]
+        )
         return stop, evaluation
 
     def fails(step, state, results):
@@ -121,10 +130,15 @@ def test_an_evaluation_whose_callback_raises_is_made_again_with_all_callbacks(mo
 
 @pytest.mark.thorough(except_for=["end-GeneratorExit-train", "batches-GeneratorExit-run"])
 @BOTH
-@pytest.mark.parametrize("error", [GeneratorExit(), asyncio.CancelledError()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    "error", [GeneratorExit(), asyncio.CancelledError()], ids=lambda e: type(e).__name__
+)
 @pytest.mark.parametrize("method", ["before_step", "after_step", "end", "batches"])
-def test_a_generator_exit_of_the_user_is_an_error_and_not_the_end_of_the_loop(mode, method, error, tmp_path):
-    """Only where a generator around the loop is closed outside of its body, it ends the run as `break` does."""
+def test_a_generator_exit_of_the_user_is_an_error_and_not_the_end_of_the_loop(
+    mode, method, error, tmp_path
+):
+    """Only where a generator around the loop is closed outside of its body, it ends the run as
+    `break` does."""
     left = [error]
 
     def batches(step):
@@ -132,7 +146,11 @@ def test_a_generator_exit_of_the_user_is_an_error_and_not_the_end_of_the_loop(mo
             raise left.pop()
         return DATA[step]
 
-    hooks = [Counts()] if method == "batches" else [Counts(), Raises(method, 5 if method == "end" else 3, error)]
+    hooks = (
+        [Counts()]
+        if method == "batches"
+        else [Counts(), Raises(method, 5 if method == "end" else 3, error)]
+    )
     with pytest.raises(type(error)) as caught:
         go(mode, 5, tmp_path, hooks, batches=batches, save_checkpoint_steps=2)
     saved = {"before_step": 2, "after_step": 2, "end": 5, "batches": 3}[method]
@@ -169,9 +187,12 @@ def test_a_generator_exit_before_the_save_of_an_end_is_an_error(mode, tmp_path):
 
 
 @BOTH
-@pytest.mark.parametrize("error", [OSError("away"), SystemExit(1), KeyboardInterrupt(), signal.SIGTERM], ids=str)
+@pytest.mark.parametrize(
+    "error", [OSError("away"), SystemExit(1), KeyboardInterrupt(), signal.SIGTERM], ids=str
+)
 def test_the_whole_end_is_made_again(mode, error, tmp_path):
-    """With the hooks' states of before; the checkpoint before it stays, and is reported before `failed`."""
+    """With the hooks' states of before; the checkpoint before it stays, and is reported before
+    `failed`."""
     told = []
 
     class Tells(jstep.Hook):
@@ -184,7 +205,9 @@ def test_the_whole_end_is_made_again(mode, error, tmp_path):
     kind = jstep.Preempted if isinstance(error, int) else type(error)
     # The signal leaves out the second `end` of `Counts`.
     hooks = (
-        [Raises("end", 5, error), Counts(), Tells()] if isinstance(error, int) else [Counts(), Raises("end", 5, error)]
+        [Raises("end", 5, error), Counts(), Tells()]
+        if isinstance(error, int)
+        else [Counts(), Raises("end", 5, error)]
     )
     with pytest.raises(kind) as caught:
         go(mode, 5, tmp_path, [*hooks, Tells()] if Tells not in map(type, hooks) else hooks)
@@ -221,7 +244,8 @@ def test_a_signal_at_the_last_step_does_not_finish_the_run(mode, tmp_path):
 
 @BOTH
 def test_the_checkpoint_before_the_ends_is_temporary(mode, tmp_path):
-    """No hook is told of it, no other checkpoint is deleted for it, and the last save replaces it."""
+    """No hook is told of it, no other checkpoint is deleted for it, and the last save replaces
+    it."""
     told, seen = [], []
 
     class Tells(jstep.Hook):
@@ -230,7 +254,12 @@ def test_the_checkpoint_before_the_ends_is_temporary(mode, tmp_path):
 
         def end(self, step, state):
             engine_of(saver).wait_until_finished()
-            seen.append([(at, read_manifest(str(tmp_path / f"model-{at}")).temporary) for at in steps_in(tmp_path)])
+            seen.append(
+                [
+                    (at, read_manifest(str(tmp_path / f"model-{at}")).temporary)
+                    for at in steps_in(tmp_path)
+                ]
+            )
             return doubled(state)
 
     saver = jstep.Saver(tmp_path, max_to_keep=1)
@@ -267,7 +296,12 @@ def test_the_last_checkpoint_appears_after_those_of_other_savers(mode, tmp_path)
 @pytest.mark.parametrize("mean", [False, True])
 def test_the_last_row_of_a_history_is_in_the_checkpoint_before_the_ends(mode, mean, tmp_path):
     with pytest.raises(OSError, match="away"):
-        go(mode, 5, tmp_path, [jstep.History(every_n_steps=3, mean=mean), Raises("end", 5, OSError("away"))])
+        go(
+            mode,
+            5,
+            tmp_path,
+            [jstep.History(every_n_steps=3, mean=mean), Raises("end", 5, OSError("away"))],
+        )
     history = jstep.History(every_n_steps=3, mean=mean)
     go(mode, 5, tmp_path, [history, Raises("end", 9, None)])
     assert history["loss"][0].tolist() == [3, 5]
@@ -275,7 +309,8 @@ def test_the_last_row_of_a_history_is_in_the_checkpoint_before_the_ends(mode, me
 
 @BOTH
 def test_a_row_that_cannot_be_delivered_at_the_end(mode, tmp_path):
-    """It is an error of a log: the other rows and the checkpoint are there, and no `end` was called."""
+    """It is an error of a log: the other rows and the checkpoint are there, and no `end` was
+    called."""
 
     def write(step, values):
         if step == 5:
@@ -296,7 +331,11 @@ def test_a_row_that_cannot_be_delivered_at_the_end(mode, tmp_path):
 
 
 def everything(directory):
-    return {path: path.stat().st_mtime_ns for path in sorted(directory.rglob("*")) if "starts" not in str(path)}
+    return {
+        path: path.stat().st_mtime_ns
+        for path in sorted(directory.rglob("*"))
+        if "starts" not in str(path)
+    }
 
 
 @BOTH
@@ -316,7 +355,9 @@ def test_a_finished_run_writes_nothing_but_the_file_of_its_start(mode, batches, 
             super().set_state(value)
 
     def hooks():
-        evaluation = jstep.EvaluationHook(lambda state: {"w": float(np.sum(state.params["w"]))}, every_n_steps=3)
+        evaluation = jstep.EvaluationHook(
+            lambda state: {"w": float(np.sum(state.params["w"]))}, every_n_steps=3
+        )
         return [jstep.History(every_n_steps=3), evaluation, Calls()]
 
     last = 5 if batches == "all" else 9
@@ -364,7 +405,9 @@ def test_a_signal_in_a_finished_run_lets_no_saver_save(mode, tmp_path):
 
 
 @pytest.mark.parametrize("is_followed", [False, True])
-def test_an_evaluation_that_a_hook_follows_which_changes_the_state_is_finished(is_followed, tmp_path):
+def test_an_evaluation_that_a_hook_follows_which_changes_the_state_is_finished(
+    is_followed, tmp_path
+):
     class Validation:
         def __iter__(self):
             yield np.ones(2, np.float32)
@@ -398,7 +441,12 @@ def test_a_history_has_the_row_of_a_last_step_that_a_signal_interrupted(ending, 
         history = jstep.History(every_n_steps=3, mean=mean)
         batches = DATA[:5] if ending == "batches" else DATA
         with contextlib.suppress(jstep.Preempted):
-            train(5 if ending == "last_step" else None, batches, hooks=[history, *others], checkpoint_dir=directory)
+            train(
+                5 if ending == "last_step" else None,
+                batches,
+                hooks=[history, *others],
+                checkpoint_dir=directory,
+            )
         return history.rows
 
     expected = rows(None)
@@ -412,7 +460,8 @@ def test_a_history_has_the_row_of_a_last_step_that_a_signal_interrupted(ending, 
 
 
 def test_a_slow_save_after_break_counts_as_saving(tmp_path, monkeypatch):
-    """The body ends with `break`, not when the run does: its generator stays at its `yield` until then."""
+    """The body ends with `break`, not when the run does: its generator stays at its `yield` until
+    then."""
     save = jstep.Saver.save
 
     def slow(self, *args, **kwargs):
@@ -442,11 +491,15 @@ def test_a_loader_that_cannot_tell_its_position_is_an_error_of_the_start(tmp_pat
 
     with pytest.raises(KeyError, match="epoch") as caught:
         train(5, Loader(), checkpoint_dir=tmp_path)
-    assert "their position before the first batch, which checkpoints need" in "".join(caught.value.__notes__)
+    assert "their position before the first batch, which checkpoints need" in "".join(
+        caught.value.__notes__
+    )
 
 
 def test_a_step_that_sometimes_does_not_advance_is_dated(tmp_path):
-    plain = jstep.minimize(lambda params, x: ((params["w"] - 1) ** 2).sum(), jstep.gradient_descent(0.1))
+    plain = jstep.minimize(
+        lambda params, x: ((params["w"] - 1) ** 2).sum(), jstep.gradient_descent(0.1)
+    )
     state = jstep.TrainState.create({"w": np.zeros(2, np.float32)}, jstep.gradient_descent(0.1))
 
     def step_fn(state, x):
@@ -454,5 +507,15 @@ def test_a_step_that_sometimes_does_not_advance_is_dated(tmp_path):
         new, metrics = plain(state, x)
         return (new.replace(global_step=new.global_step - 1) if stays else new), metrics
 
-    with pytest.raises(ValueError, match="did so at least up to step 4, but not in each of the updates 4 → 8"):
-        jstep.train(step_fn, state, lambda n: 0.0, 12, checkpoint_dir=tmp_path, save_checkpoint_steps=4, log_steps=None)
+    with pytest.raises(
+        ValueError, match="did so at least up to step 4, but not in each of the updates 4 → 8"
+    ):
+        jstep.train(
+            step_fn,
+            state,
+            lambda n: 0.0,
+            12,
+            checkpoint_dir=tmp_path,
+            save_checkpoint_steps=4,
+            log_steps=None,
+        )

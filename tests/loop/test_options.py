@@ -41,12 +41,16 @@ def test_train_passes_each_argument_to_the_field_of_its_name(monkeypatch):
 
 def test_a_narrow_integer_of_numpy_is_an_interval_as_any_other(tmp_path):
     """Numbers are converted, not only checked: a multiple of uint8 after 200 would be 144."""
-    intervals = dict.fromkeys(("log_steps", "save_checkpoint_steps", "save_summaries_steps"), np.uint8(200))
+    intervals = dict.fromkeys(
+        ("log_steps", "save_checkpoint_steps", "save_summaries_steps"), np.uint8(200)
+    )
     dirs = {"checkpoint_dir": tmp_path / "run", "logdir": tmp_path / "logs"}
     seconds = {"save_checkpoint_secs": np.float16(600), "stop_secs": np.float16(600)}
     optimizer = jstep.gradient_descent(0.1)
     state = jstep.TrainState.create({"w": jnp.zeros(())}, optimizer)
     step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
-    state = jstep.train(step, state, lambda n: np.float32(n), 300, steps_per_call=4, **dirs, **intervals, **seconds)
+    state = jstep.train(
+        step, state, lambda n: np.float32(n), 300, steps_per_call=4, **dirs, **intervals, **seconds
+    )
     assert jstep.global_step(state) == 300
     assert jstep.Saver(tmp_path / "run").all_steps() == [200, 300]

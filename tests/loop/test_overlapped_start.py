@@ -1,4 +1,5 @@
-"""The start of a run: restore, compilation and first batch run concurrently, and errors are raised as usual."""
+"""The start of a run: restore, compilation and first batch run concurrently, and errors are raised
+as usual."""
 
 import logging
 
@@ -28,12 +29,19 @@ def make_state(mesh=None):
 
 def batches_of(kind):
     data = jstep.batches(ROWS, 8)
-    return {"data": data, "function": lambda n: data[n], "list": [data[n] for n in range(10)], "iterator": None}[kind]
+    return {
+        "data": data,
+        "function": lambda n: data[n],
+        "list": [data[n] for n in range(10)],
+        "iterator": None,
+    }[kind]
 
 
 def train(step, batches, last, directory, mesh=None, **kwargs):
     kwargs.setdefault("progress", False)
-    return jstep.train(step, make_state(mesh), batches, last, checkpoint_dir=directory, log_steps=None, **kwargs)
+    return jstep.train(
+        step, make_state(mesh), batches, last, checkpoint_dir=directory, log_steps=None, **kwargs
+    )
 
 
 @pytest.mark.thorough(except_for=["3-function"])
@@ -48,7 +56,8 @@ def test_the_checkpoint_is_read_while_the_step_is_compiled(
     compiled_first, restore = [], OpenCheckpoint.restore
 
     def slow(self, *args, **kwargs):
-        wait_until(lambda: "jstep-compile" in compiling_threads)  # a sequential start would time out here
+        # A sequential start would time out here.
+        wait_until(lambda: "jstep-compile" in compiling_threads)
         compiled_first.append(True)
         return restore(self, *args, **kwargs)
 
@@ -64,7 +73,9 @@ def test_the_checkpoint_is_read_while_the_step_is_compiled(
 @pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 @pytest.mark.parametrize("restores", [False, True])
-def test_no_program_of_a_step_is_compiled_twice(kind, steps_per_call, restores, tmp_path, compiling_threads, caplog):
+def test_no_program_of_a_step_is_compiled_twice(
+    kind, steps_per_call, restores, tmp_path, compiling_threads, caplog
+):
     mesh = None if kind is None else jax.make_mesh((8,), ("data",), axis_types=(kind,))
     kwargs = {} if mesh is None else {"batch_sharding": NamedSharding(mesh, PartitionSpec("data"))}
     data = batches_of("data")
@@ -75,7 +86,11 @@ def test_no_program_of_a_step_is_compiled_twice(kind, steps_per_call, restores, 
     with jax.log_compiles():
         caplog.set_level(logging.WARNING)
         train(step, data, 9, tmp_path, mesh, steps_per_call=steps_per_call, **kwargs)
-    names = [r.getMessage() for r in caplog.records if "Finished XLA compilation of jit(train_step" in r.getMessage()]
+    names = [
+        r.getMessage()
+        for r in caplog.records
+        if "Finished XLA compilation of jit(train_step" in r.getMessage()
+    ]
     assert len(names) == 1
     assert compiling_threads.count("jstep-compile") == 1
 
@@ -101,7 +116,16 @@ def test_a_restart_reads_batches_of_unknown_length(tmp_path):
 def test_one_line_reports_the_times_of_the_start(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     train(make_step(), batches_of("data"), 3, tmp_path)
-    jstep.train(make_step(), make_state(), batches_of("data"), 9, checkpoint_dir=tmp_path, progress=None)
-    (line,) = [m for m in (r.getMessage() for r in caplog.records) if m.startswith("first step after")]
+    jstep.train(
+        make_step(), make_state(), batches_of("data"), 9, checkpoint_dir=tmp_path, progress=None
+    )
+    (line,) = [
+        m for m in (r.getMessage() for r in caplog.records) if m.startswith("first step after")
+    ]
     words = line.split(": ")[1]
-    assert [part.rsplit(" ", 1)[0] for part in words.split(", ")] == ["devices", "restore", "compile", "first batch"]
+    assert [part.rsplit(" ", 1)[0] for part in words.split(", ")] == [
+        "devices",
+        "restore",
+        "compile",
+        "first batch",
+    ]

@@ -1,4 +1,5 @@
-"""A healthy run reads no table of hints, compiles no check in its thread, and exchanges nothing with nobody."""
+"""A healthy run reads no table of hints, compiles no check in its thread, and exchanges nothing
+with nobody."""
 
 import logging
 import threading
@@ -32,7 +33,9 @@ def train(directory, last_step=16, *, mesh=None, **options):
     if mesh is not None:
         state = jstep.shard_state(state, mesh)
         options["batch_sharding"] = NamedSharding(mesh, PartitionSpec("data"))
-    return jstep.train(step, state, lambda n: batch, last_step, checkpoint_dir=directory, progress=False, **options)
+    return jstep.train(
+        step, state, lambda n: batch, last_step, checkpoint_dir=directory, progress=False, **options
+    )
 
 
 def test_a_healthy_run_reads_no_table_of_hints(tmp_path):
@@ -93,7 +96,9 @@ def test_a_restart_does_not_sample_the_rates_again(compiled, tmp_path):
 
 
 def test_one_process_exchanges_nothing(monkeypatch):
-    monkeypatch.setattr(processes, "_exchange", lambda *args: pytest.fail("an exchange with nobody"))
+    monkeypatch.setattr(
+        processes, "_exchange", lambda *args: pytest.fail("an exchange with nobody")
+    )
     assert processes.any_process(True)
     assert not processes.any_process(False)
     assert processes.max_over_processes(np.array([3, -3])).tolist() == [3, -3]

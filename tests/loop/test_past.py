@@ -1,4 +1,5 @@
-"""A resumed run warns once if its past batches have changed; changes of future batches are not reported."""
+"""A resumed run warns once if its past batches have changed; changes of future batches are not
+reported."""
 
 import logging
 
@@ -21,7 +22,9 @@ def batches(rows=100, batch_size=8, seed=1, skip=None, **more):
 
 
 def mixture(weights, rows=64, batch_size=4, sources=("web", "code"), **more):
-    return jstep.mixture({name: np.ones(rows, np.float32) for name in sources}, batch_size, weights, **more)
+    return jstep.mixture(
+        {name: np.ones(rows, np.float32) for name in sources}, batch_size, weights, **more
+    )
 
 
 def run(directory, data, last_step, **more):
@@ -35,14 +38,27 @@ def warnings(caplog):
 
 CHANGED = {
     "seed": (batches(), batches(seed=2), "seed: 1 before, 2 now"),
-    "a grown source that started over": (batches(20, shuffle=False), batches(24, shuffle=False), "rows: 20 before, 24"),
-    "batch size": (batches(), batches(batch_size={0: 8, 2: 4}), "batch_size[2]: absent before, 4 now"),
-    "skip": (batches(), batches(skip=(2, 3)), "steps: [[0, 4, 1]] before, [[0, 2, 1], [3, 5, 1]] now"),
+    "a grown source that started over": (
+        batches(20, shuffle=False),
+        batches(24, shuffle=False),
+        "rows: 20 before, 24",
+    ),
+    "batch size": (
+        batches(),
+        batches(batch_size={0: 8, 2: 4}),
+        "batch_size[2]: absent before, 4 now",
+    ),
+    "skip": (
+        batches(),
+        batches(skip=(2, 3)),
+        "steps: [[0, 4, 1]] before, [[0, 2, 1], [3, 5, 1]] now",
+    ),
     "kind": (batches(), mixture(BOTH), "kind: Batches before, Mixture now"),
     "weights": (
         mixture({0: WEB, 2: BOTH}),
         mixture({0: WEB, 3: BOTH}),
-        "weights[2][code]: 0.5 before, absent now; weights[2][web]: 0.5 before, absent now; weights[3][code]: absent",
+        "weights[2][code]: 0.5 before, absent now; weights[2][web]: "
+        "0.5 before, absent now; weights[3][code]: absent",
     ),
     "dropped rows after another batch size": (
         batches(22, batch_size={0: 4, 1: 8}),
@@ -61,7 +77,9 @@ def test_a_change_of_past_batches_is_named_once(name, tmp_path, caplog):
     found = warnings(caplog)
     assert len(found) == 1, found
     _, line = found[0].splitlines()
-    assert line.startswith(f"  batches: those before step 4 are not the ones that model-4 was trained on: {text}")
+    assert line.startswith(
+        f"  batches: those before step 4 are not the ones that model-4 was trained on: {text}"
+    )
     run(tmp_path, after, 8)  # its past batches are those of the previous run
     assert warnings(caplog) == found
 
@@ -72,11 +90,17 @@ UNCHANGED = {
     "skip": (batches(), batches(skip=(4, 6))),
     "dropped rows of an epoch that is not over": (batches(), batches(drop_remainder=False)),
     "no rows to drop": (batches(16), batches(16, drop_remainder=False)),
-    "a source that grows before its end": (batches(shuffle=False), batches(rows=200, shuffle=False)),
+    "a source that grows before its end": (
+        batches(shuffle=False),
+        batches(rows=200, shuffle=False),
+    ),
     "a seed without a use": (batches(shuffle=False), batches(shuffle=False, seed=2)),
     "weights": (mixture(WEB), mixture({0: WEB, 4: BOTH})),
     "a new source": (mixture({"web": 1.0}, sources=["web"]), mixture({0: WEB, 4: BOTH})),
-    "a source without rows so far": (mixture(WEB), mixture({0: {**WEB, "other": 0}}, sources=[*WEB, "other"])),
+    "a source without rows so far": (
+        mixture(WEB),
+        mixture({0: {**WEB, "other": 0}}, sources=[*WEB, "other"]),
+    ),
     "a loader": ([np.ones(2)] * 9, batches()),
 }
 
@@ -94,16 +118,22 @@ def test_a_change_of_future_batches_is_not_reported(name, tmp_path, caplog):
 @pytest.mark.parametrize("extra", [None, {"past": 1}, {"held": {}}])
 def test_checkpoints_without_a_past_are_resumed_silently(extra, tmp_path, caplog):
     with jstep.Saver(tmp_path) as saver:
-        saver.save(jstep.TrainState.create({"w": 1.0}, OPTIMIZER).replace(global_step=jnp.int32(4)), extra=extra)
+        saver.save(
+            jstep.TrainState.create({"w": 1.0}, OPTIMIZER).replace(global_step=jnp.int32(4)),
+            extra=extra,
+        )
     run(tmp_path, batches(seed=2), 6)
     assert not warnings(caplog)
 
 
-@pytest.mark.parametrize("size", [4, {0: 4, 1: 2}, {0: 2, 3: 4}, {0: 4, 2: 3, 4: 5}, {0: 3, 1: 4, 5: 1}])
+@pytest.mark.parametrize(
+    "size", [4, {0: 4, 1: 2}, {0: 2, 3: 4}, {0: 4, 2: 3, 4: 5}, {0: 3, 1: 4, 5: 1}]
+)
 def test_drop_remainder_counts_from_the_first_batch_that_differs(size):
     for rows in (5, 8, 12, 13):
         dropped, kept = (
-            jstep.batches(np.arange(rows), size, shuffle=False, drop_remainder=drop) for drop in (True, False)
+            jstep.batches(np.arange(rows), size, shuffle=False, drop_remainder=drop)
+            for drop in (True, False)
         )
         differ = [dropped[step].tolist() != kept[step].tolist() for step in range(12)]
         for step in range(1, 13):
@@ -131,12 +161,19 @@ NOT_WARNED = {
 
 def warnings_of(caplog, *optimizers, **given):
     caplog.clear()
-    steps = [jstep.minimize(lambda params: (params["w"] + params["v"]) ** 2, optimizer) for optimizer in optimizers]
+    steps = [
+        jstep.minimize(lambda params: (params["w"] + params["v"]) ** 2, optimizer)
+        for optimizer in optimizers
+    ]
     state = jstep.TrainState.create({"w": jnp.zeros(()), "v": jnp.zeros(())}, optimizers[0])
     train_step = dict(zip((0, 4), steps, strict=False)) if len(steps) > 1 else steps[0]
     with caplog.at_level(logging.WARNING, "jstep"):
-        jstep.train(train_step, state, lambda step: (), given.pop("last_step", 9), progress=False, **given)
-    return sum("learning rate is 0 in the last steps" in record.getMessage() for record in caplog.records)
+        jstep.train(
+            train_step, state, lambda step: (), given.pop("last_step", 9), progress=False, **given
+        )
+    return sum(
+        "learning rate is 0 in the last steps" in record.getMessage() for record in caplog.records
+    )
 
 
 @pytest.mark.thorough(except_for=["scheduled", "one part learns", "held", "it ends with the run"])

@@ -1,4 +1,5 @@
-"""A population of states under `train`: its members share one step, and all other leaves have an axis of members."""
+"""A population of states under `train`: its members share one step, and all other leaves have an
+axis of members."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ import jstep
 X = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
 DATA = jstep.batches(X, 16, seed=0)
 OPTIMIZER = jstep.with_moving_average(jstep.adam(1e-2), jstep.ExponentialMovingAverage(0.9))
-STEP = jstep.minimize(lambda params, x: jnp.mean((x @ params["w"] - 1.0) ** 2), OPTIMIZER, jit=False)
+STEP = jstep.minimize(
+    lambda params, x: jnp.mean((x @ params["w"] - 1.0) ** 2), OPTIMIZER, jit=False
+)
 
 
 def create(seed):
@@ -28,7 +31,9 @@ def step_of_all(states, x):
 
 def train(last_step, directory=None, **kwargs):
     states = jax.vmap(create, out_axes=AXES)(jnp.arange(8))
-    return jstep.train(step_of_all, states, DATA, last_step, checkpoint_dir=directory, log_steps=None, **kwargs)
+    return jstep.train(
+        step_of_all, states, DATA, last_step, checkpoint_dir=directory, log_steps=None, **kwargs
+    )
 
 
 def test_a_population_with_one_step(tmp_path):

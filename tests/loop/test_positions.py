@@ -30,13 +30,18 @@ def process(monkeypatch):
 
 
 def positions_of(*positions):
-    return {POSITION: positions[0], POSITIONS: {"processes": len(positions), "positions": list(positions)}}
+    return {
+        POSITION: positions[0],
+        POSITIONS: {"processes": len(positions), "positions": list(positions)},
+    }
 
 
 A, B = {"value": {"at": 3}}, {"value": {"at": 5}}
 
 
-@pytest.mark.parametrize("loader", [Stateful, lambda: Positioned(state="shared")], ids=["state_dict", "get_state"])
+@pytest.mark.parametrize(
+    "loader", [Stateful, lambda: Positioned(state="shared")], ids=["state_dict", "get_state"]
+)
 def test_each_process_restores_its_own_position(process, loader, caplog):
     for index, first in enumerate((30, 50)):
         process(index, 2)
@@ -47,7 +52,10 @@ def test_each_process_restores_its_own_position(process, loader, caplog):
 @pytest.mark.parametrize("count", [1, 3, 4])
 def test_another_number_of_processes_is_an_error(process, count):
     process(0, count)
-    with pytest.raises(ValueError, match=rf"Stateful.*saved by 2 processes.*has {count}\.") as error:
+    with pytest.raises(
+        ValueError,
+        match=rf"Stateful.*saved by 2 processes.*has {count}\.",
+    ) as error:
         open_source(Stateful(), 4, 9, saved_position(positions_of(A, B)))
     assert "Start the run with 2 processes" in str(error.value)
     # Batches without a position are not affected, and neither is a finished run.
@@ -86,7 +94,10 @@ def test_an_old_checkpoint_has_only_the_position_of_process_0(process, caplog):
 def test_one_process_without_a_position(process, caplog):
     process(1, 2)
     open_source(Stateful(), 4, 9, saved_position(positions_of(A, None)))
-    assert "there is no checkpoint with a position of the Stateful: it starts where it is now, perhaps" in caplog.text
+    assert (
+        "there is no checkpoint with a position of the Stateful: it starts where it is now, perhaps"
+        in caplog.text
+    )
     assert saved_position({}) is None
     assert saved_position({"hooks": {}}) is None
 

@@ -1,4 +1,5 @@
-"""What hooks tell the object that makes the batches is in the checkpoint of their step: 17 + 23 steps are 40."""
+"""What hooks tell the object that makes the batches is in the checkpoint of their step: 17 + 23
+steps are 40."""
 
 import functools
 import os
@@ -53,7 +54,13 @@ def run(buffer, last, directory, hooks=(), step=STEP, **kwargs):
     kwargs = {"progress": False, "log_steps": None, "save_checkpoint_secs": None} | kwargs
     hooks = [jstep.every(1, buffer.tell), *hooks]
     return jstep.train(
-        step, make_state(), jstep.from_state(buffer), last, hooks=hooks, checkpoint_dir=directory, **kwargs
+        step,
+        make_state(),
+        jstep.from_state(buffer),
+        last,
+        hooks=hooks,
+        checkpoint_dir=directory,
+        **kwargs,
     )
 
 
@@ -120,7 +127,8 @@ def fail_at(step, when):
 
 @pytest.mark.parametrize("when", ["hook", "step"])
 def test_an_error(tmp_path, when):
-    """A batch whose step failed is made again; what hooks told after the last complete step is kept."""
+    """A batch whose step failed is made again; what hooks told after the last complete step is
+    kept."""
     with pytest.raises(ToldError):
         run(Buffer(), 40, tmp_path, **fail_at(23, when))
     assert jstep.Saver(tmp_path).latest_step() == (None if when == "hook" else 23)
@@ -178,7 +186,14 @@ def test_a_signal_in_a_hook(tmp_path):
         buffer, directory = Buffer(), tmp_path / str(before)
         hooks = [jstep.every(1, kill), jstep.every(1, buffer.tell)][:: 1 if before else -1]
         with pytest.raises(jstep.Preempted):
-            jstep.train(STEP, make_state(), jstep.from_state(buffer), 40, hooks=hooks, checkpoint_dir=directory)
+            jstep.train(
+                STEP,
+                make_state(),
+                jstep.from_state(buffer),
+                40,
+                hooks=hooks,
+                checkpoint_dir=directory,
+            )
         assert_resumes(directory)
 
 
@@ -231,7 +246,8 @@ def taught(directory, last, hooks=(), callbacks=(), **kwargs):
 @pytest.mark.thorough(except_for=["50-50"])
 @pytest.mark.parametrize(("stop", "saves"), [(40, None), (50, None), (50, 50), (60, 20)])
 def test_an_evaluation_that_tells(tmp_path, stop, saves):
-    """What an evaluation tells that is made only because the run ends (at 50) is not in the checkpoint."""
+    """What an evaluation tells that is made only because the run ends (at 50) is not in the
+    checkpoint."""
     best = [jstep.KeepBest(tmp_path / "best", "error")]
     whole = taught(None, 80)
     assert whole[1] > 2
@@ -247,7 +263,14 @@ def test_what_a_hook_tells_at_the_end_is_saved_too(tmp_path):
         extra = jstep.Saver(directory).extra()
         assert extra["batches"]["value"]["level"] == 9
         course = Course()
-        jstep.train(STEP, make_state(), jstep.from_state(course), 41, checkpoint_dir=directory, progress=False)
+        jstep.train(
+            STEP,
+            make_state(),
+            jstep.from_state(course),
+            41,
+            checkpoint_dir=directory,
+            progress=False,
+        )
         assert course.level == 9
 
 
@@ -257,7 +280,9 @@ def test_a_step_is_saved_again_only_if_something_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(
         jstep.Saver,
         "save",
-        lambda self, state, **kwargs: saved.append(int(state.global_step)) or save(self, state, **kwargs),
+        lambda self, state, **kwargs: (
+            saved.append(int(state.global_step)) or save(self, state, **kwargs)
+        ),
     )
     run(Buffer(), 20, tmp_path, save_checkpoint_steps=10)
     assert saved == [10, 20]

@@ -1,4 +1,5 @@
-"""Random programs with random faults, each compared with an undisturbed run: a small part of `dev/random_runs.py`."""
+"""Random programs with random faults, each compared with an undisturbed run: a small part of
+`dev/random_runs.py`."""
 
 import pytest
 from source_files import ROOT, import_file

@@ -1,4 +1,5 @@
-"""When a thread reads the batches ahead of the loop: a rule of one sentence, in times that these tests invent."""
+"""When a thread reads the batches ahead of the loop: a rule of one sentence, in times that these
+tests invent."""
 
 import threading
 
@@ -13,7 +14,8 @@ from jstep.loop.feeder import BatchFeeder, BatchReader
 
 
 def starts(read, step, calls=3000):
-    """When a thread starts, in seconds after the first batch, if batches and calls take these seconds, or functions."""
+    """When a thread starts, in seconds after the first batch, if batches and calls take these
+    seconds, or functions."""
     now, first = [0.0], [0.0]
 
     def batch(n):
@@ -42,7 +44,9 @@ def starts(read, step, calls=3000):
         feeder.close()
 
 
-@pytest.mark.thorough(except_for=["0.0004-0.01-False", "0.0007-0.01-True", "9e-05-1e-05-False", "0.00011-0.001-True"])
+@pytest.mark.thorough(
+    except_for=["0.0004-0.01-False", "0.0007-0.01-True", "9e-05-1e-05-False", "0.00011-0.001-True"]
+)
 @pytest.mark.parametrize(
     ("read", "step", "is_ahead"),
     [
@@ -55,7 +59,7 @@ def starts(read, step, calls=3000):
         (10.0, 1000.0, False),
     ],
 )
-def test_a_thread_starts_if_waiting_took_a_twentieth_of_a_second_and_a_tenth_of_a_millisecond_a_call(
+def test_a_thread_starts_if_waiting_took_a_twentieth_of_a_second_and_0_1_milliseconds_a_call(
     read, step, is_ahead
 ):
     found = starts(read, step, 30_000)

@@ -1,4 +1,5 @@
-"""Loaders of other packages: a run that is killed and resumed in a new process continues with the next batch."""
+"""Loaders of other packages: a run that is killed and resumed in a new process continues with the
+next batch."""
 
 import importlib.util
 import signal
@@ -57,18 +58,22 @@ saver = jstep.Saver(directory, async_save=False)
 jstep.train(
     step, state, KINDS[kind](), 20, hooks=[Hook()], checkpoint_dir=saver, save_checkpoint_steps=5, progress=False
 )
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["torchdata", "torchdata, two workers", "torchdata.nodes", "datasets", "grain"])
+@pytest.mark.parametrize(
+    "kind", ["torchdata", "torchdata, two workers", "torchdata.nodes", "datasets", "grain"]
+)
 def test_killed_and_resumed(tmp_path, kind):
     package = kind.partition(",")[0].partition(".")[0]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
 
     def run_program(where, die_at):
-        (completed,) = processes.wait_for([forked.start(PROGRAM, kind, tmp_path / where, die_at)], timeout=100)
+        (completed,) = processes.wait_for(
+            [forked.start(PROGRAM, kind, tmp_path / where, die_at)], timeout=100
+        )
         return completed
 
     uninterrupted = run_program("uninterrupted", -1)

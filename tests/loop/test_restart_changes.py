@@ -1,4 +1,5 @@
-"""A restart says what has changed since its checkpoint was written: each change once, and nothing else."""
+"""A restart says what has changed since its checkpoint was written: each change once, and nothing
+else."""
 
 import functools
 import itertools
@@ -32,14 +33,18 @@ def doubled(params, x):
 
 
 def batches(seed=0, batch_size=8, **more):
-    return jstep.batches(np.linspace(0, 1, 256, dtype=np.float32).reshape(64, 4), batch_size, seed=seed, **more)
+    return jstep.batches(
+        np.linspace(0, 1, 256, dtype=np.float32).reshape(64, 4), batch_size, seed=seed, **more
+    )
 
 
 SLOW, FAST = {"optimizer": jstep.adam(0.1)}, {"optimizer": jstep.adam(0.2)}
 steps = functools.cache(jstep.minimize)
 
 
-def run(directory, last_step, *, loss_fn=loss, step=None, data=None, place=lambda state: state, **more):
+def run(
+    directory, last_step, *, loss_fn=loss, step=None, data=None, place=lambda state: state, **more
+):
     options = {"progress": False} | {name: more.pop(name) for name in list(more) if name in TRAIN}
     optimizer = more.pop("optimizer", SLOW["optimizer"])
     state = jstep.TrainState.create({"w": jnp.ones((4, 2)), "b": jnp.zeros((1, 2))}, optimizer)
@@ -61,9 +66,14 @@ TRAIN = {
 
 
 def reported(caplog):
-    """Return the lines of the warnings below their first ones, and the INFO lines about a start; forget them."""
+    """Return the lines of the warnings below their first ones, and the INFO lines about a start;
+    forget them."""
     others = "are not sharded", "nothing left to run", "has no position"
-    records = [record for record in caplog.records if not any(words in record.getMessage() for words in others)]
+    records = [
+        record
+        for record in caplog.records
+        if not any(words in record.getMessage() for words in others)
+    ]
     warnings = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
     infos = [
         m
@@ -76,7 +86,8 @@ def reported(caplog):
     lines = [TRACED if line.startswith(f"{TRACED} (") else line for line in lines]
     lines = [line for line in lines if not line.startswith("learning_rate at step ")]
     assert all(
-        one.startswith("model-") and ": the configuration changed since this checkpoint was written:\n" in one
+        one.startswith("model-")
+        and ": the configuration changed since this checkpoint was written:\n" in one
         for one in warnings
     )
     return lines, infos
@@ -97,7 +108,11 @@ def of_table(value):
 
 
 CHANGED = {
-    "loss and rate": ({}, {"loss_fn": doubled, **FAST}, ["learning_rate: 0.1 before, 0.2 now", TRACED]),
+    "loss and rate": (
+        {},
+        {"loss_fn": doubled, **FAST},
+        ["learning_rate: 0.1 before, 0.2 now", TRACED],
+    ),
     "constant": ({"loss_fn": of_table(1.0)}, {"loss_fn": of_table(2.0)}, [TRACED]),
 }
 
@@ -122,10 +137,24 @@ UNCHANGED = {
     "several steps": {"steps_per_call": 10},
     "a renamed loss": {"loss_fn": renamed},
     "defaults": {"optimizer": jstep.adam(np.float32(0.1), beta1=0.9)},
-    "cadences": {"save_checkpoint_steps": 1, "log_steps": 2, "hooks": [jstep.StopAtStepHook(last_step=100)]},
-    "a later stage": {"step": {0: jstep.minimize(loss, jstep.adam(0.1)), 4: jstep.minimize(doubled, jstep.adam(0.2))}},
-    "other metrics": {"metrics": [lambda gradients, updates, params: {"b": jnp.sum(gradients["b"])}]},
-    "an aux": {"loss_fn": lambda params, x: (loss(params, x), {"mean": jnp.mean(x) * SCALE[0, 1]}), "has_aux": True},
+    "cadences": {
+        "save_checkpoint_steps": 1,
+        "log_steps": 2,
+        "hooks": [jstep.StopAtStepHook(last_step=100)],
+    },
+    "a later stage": {
+        "step": {
+            0: jstep.minimize(loss, jstep.adam(0.1)),
+            4: jstep.minimize(doubled, jstep.adam(0.2)),
+        }
+    },
+    "other metrics": {
+        "metrics": [lambda gradients, updates, params: {"b": jnp.sum(gradients["b"])}]
+    },
+    "an aux": {
+        "loss_fn": lambda params, x: (loss(params, x), {"mean": jnp.mean(x) * SCALE[0, 1]}),
+        "has_aux": True,
+    },
 }
 
 
@@ -133,7 +162,13 @@ UNCHANGED = {
 @pytest.mark.parametrize("name", UNCHANGED)
 def test_nothing_else_is_reported(name, tmp_path, caplog):
     after = UNCHANGED[name]
-    for last_step, options in ((2, {}), (4, {"optimizer": jstep.adam(0.1)}), (6, after), (8, after)):  # each is traced
+    for last_step, options in (
+        (2, {}),
+        (4, {"optimizer": jstep.adam(0.1)}),
+        (6, after),
+        (8, after),
+    ):
+        # Each program is traced.
         run(tmp_path, last_step, **options)
         assert reported(caplog) == ([], [])
 
@@ -149,7 +184,9 @@ def test_nothing_is_reported_where_the_number_of_rows_changes(rows, option, tmp_
 
 
 def over(devices, *, rows=True, slot_axis=None, axis_type=jax.sharding.AxisType.Auto):
-    mesh = jax.make_mesh((devices,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:devices])
+    mesh = jax.make_mesh(
+        (devices,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:devices]
+    )
     spec = jax.sharding.PartitionSpec()
     place = functools.partial(jstep.shard_state, mesh=mesh, param_specs=spec, slot_axis=slot_axis)
     return {"place": place, "batch_sharding": "data" if rows else None}
@@ -158,7 +195,11 @@ def over(devices, *, rows=True, slot_axis=None, axis_type=jax.sharding.AxisType.
 PLACES = {
     "fewer devices": (over(4), over(2), "devices: of_state: 4 before, 2 now; devices: mesh: "),
     "a mesh": ({}, over(4, rows=False), "devices: of_state: 1 before, 4 now; devices: mesh: "),
-    "explicit axes": (over(4), over(4, axis_type=jax.sharding.AxisType.Explicit), "devices: mesh: data: 4 Auto before"),
+    "explicit axes": (
+        over(4),
+        over(4, axis_type=jax.sharding.AxisType.Explicit),
+        "devices: mesh: data: 4 Auto before",
+    ),
     "zero": (over(4), over(4, slot_axis="data"), "state: its leaves are sharded differently"),
     "batch_sharding": (over(4), over(4, rows=False), "train: batch_sharding: "),
 }
@@ -185,7 +226,10 @@ def test_settings_of_jax(tmp_path, caplog):
     reported(caplog)
     with jax.default_matmul_precision("highest"):
         run(tmp_path, 4)
-        assert reported(caplog) == (["jax_default_matmul_precision: null before, highest now", TRACED], [])
+        assert reported(caplog) == (
+            ["jax_default_matmul_precision: null before, highest now", TRACED],
+            [],
+        )
         run(tmp_path, 6, **FAST)
         assert reported(caplog) == (LINE, [])
 
@@ -263,7 +307,9 @@ def test_without_the_start_lanes_and_batches_are_compared(tmp_path, caplog):
     run(tmp_path, 6, data=batches(1), **FAST)
     lines, infos = reported(caplog)
     assert len(lines) == 1
-    assert lines[0].startswith("batches: those before step 4 are not the ones that model-4 was trained on: seed: 0 be")
+    assert lines[0].startswith(
+        "batches: those before step 4 are not the ones that model-4 was trained on: seed: 0 be"
+    )
     assert infos == []  # there is no earlier start
     (tmp_path / "starts" / "model.000001.json").write_text("{")
     run(tmp_path, 7, data=batches(1), **FAST)
@@ -275,9 +321,19 @@ def test_options_that_differ_are_lines_of_the_warning(tmp_path, caplog):
     own = {"width": 512, "steps": 2, "out": "/a", "api_token": "a1" * 10, "big": list(range(900))}
     run(tmp_path, 2, config=own)
     assert reported(caplog) == ([], [])
-    own = {"width": 768, "steps": 4, "out": "/b", "api_token": "b1" * 10, "big": list(range(900)), "new": None}
+    own = {
+        "width": 768,
+        "steps": 4,
+        "out": "/b",
+        "api_token": "b1" * 10,
+        "big": list(range(900)),
+        "new": None,
+    }
     run(tmp_path, 4, config=own)
-    assert reported(caplog) == (["config: width: 512 before, 768 now", "config: new: absent before, null now"], [])
+    assert reported(caplog) == (
+        ["config: width: 512 before, 768 now", "config: new: absent before, null now"],
+        [],
+    )
     run(tmp_path, 6)
     assert reported(caplog) == ([], [])
 
@@ -286,14 +342,19 @@ def test_of_many_differences_forty_are_shown_and_are_printable(tmp_path, caplog)
     run(tmp_path, 2, config={"0": "\x1b[31m"} | {str(i): 1 for i in range(1, 60)})
     reported(caplog)
     run(tmp_path, 4, config={"0": "\u202e\x9b"} | {str(i): 2 for i in range(1, 60)})
-    assert all(c.isprintable() or c == "\n" for record in caplog.records for c in record.getMessage())
+    assert all(
+        c.isprintable() or c == "\n" for record in caplog.records for c in record.getMessage()
+    )
     lines, _ = reported(caplog)
     assert (len(lines), lines[-1]) == (41, "and 20 more")
 
 
 # A start that has nothing to do says what has changed, and that none of it was trained.
 
-UNTRAINED = "none of this has an effect, as the run takes no step: pass another checkpoint_dir, or a larger last_step"
+UNTRAINED = (
+    "none of this has an effect, as the run takes no step: "
+    "pass another checkpoint_dir, or a larger last_step"
+)
 X = np.ones((8, 4), np.float32)
 SOURCES = {
     "function": lambda: lambda step: X,
@@ -310,12 +371,14 @@ def test_what_changed_and_was_not_trained(name, tmp_path, caplog):
         run(tmp_path, 4, data=SOURCES[name](), config={"rate": 0.1}, **SLOW)
         assert reported(caplog) == ([], [])
     changed = ["config: rate: 0.1 before, 0.2 now", UNTRAINED]
-    for last_step, more in ((4, {}), (2, {"loss_fn": doubled})):  # programs are not compared, as none is traced
+    for last_step, more in ((4, {}), (2, {"loss_fn": doubled})):
+        # Programs are not compared, as none is traced.
         run(tmp_path, last_step, data=SOURCES[name](), config={"rate": 0.2}, **FAST, **more)
         assert reported(caplog)[0] == changed
     run(tmp_path, 5, data=SOURCES[name](), config={"rate": 0.2}, **FAST)
     found = [*LINE, "config: rate: 0.1 before, 0.2 now"]
-    assert reported(caplog)[0] == found * (name != "data that has ended")  # these steps were trained, if there are any
+    # These steps were trained, if there are any.
+    assert reported(caplog)[0] == found * (name != "data that has ended")
 
 
 def test_an_iterator_is_not_read(tmp_path, caplog):
@@ -338,7 +401,10 @@ def test_a_custom_step_is_compared(jit, tmp_path, caplog):
     def start(loss_fn, last_step):
         def custom(state, x):
             value, gradients = jax.value_and_grad(loss_fn)(state.params, x)
-            return jstep.apply_gradients(state, gradients, SLOW["optimizer"]), {"loss": value, "rows": jnp.float32(8)}
+            return jstep.apply_gradients(state, gradients, SLOW["optimizer"]), {
+                "loss": value,
+                "rows": jnp.float32(8),
+            }
 
         run(tmp_path, last_step, step=jax.jit(custom) if jit else custom)
         return reported(caplog)[0]

@@ -33,7 +33,9 @@ import jstep
 def test_it_has_the_bits_and_hook_calls_of_train(steps_per_call, tmp_path):
     ours, theirs = Calls(every_n=3), Calls(every_n=3)
     wanted = train(12, hooks=[theirs], steps_per_call=steps_per_call, checkpoint_dir=tmp_path / "a")
-    with run_of(12, hooks=[ours], steps_per_call=steps_per_call, checkpoint_dir=tmp_path / "b") as run:
+    with run_of(
+        12, hooks=[ours], steps_per_call=steps_per_call, checkpoint_dir=tmp_path / "b"
+    ) as run:
         steps = list(run)
         assert run.step == 12
     assert same(run.state, wanted)
@@ -58,7 +60,9 @@ def test_state_and_metrics_before_in_and_after_the_block(tmp_path):
 @pytest.mark.parametrize("kept", [None, {}])
 def test_a_body_that_makes_the_batches(kept, tmp_path):
     calls = Calls(every_n=3)
-    with run_of(12, kept if kept is None else jstep.from_loop(), hooks=[calls], checkpoint_dir=tmp_path) as run:
+    with run_of(
+        12, kept if kept is None else jstep.from_loop(), hooks=[calls], checkpoint_dir=tmp_path
+    ) as run:
         for step in run:
             metrics = run.train_step(DATA[step])
             assert metrics is run.metrics
@@ -78,7 +82,9 @@ def test_an_iteration_of_several_steps_is_whole(tmp_path):
 
 
 def test_a_saver_that_is_due_within_an_iteration_saves_at_its_end(tmp_path):
-    savers = [jstep.CheckpointSaverHook(jstep.Saver(tmp_path / "a", max_to_keep=None), save_steps=5)]
+    savers = [
+        jstep.CheckpointSaverHook(jstep.Saver(tmp_path / "a", max_to_keep=None), save_steps=5)
+    ]
     with run_of(20, None, hooks=savers) as run:
         for step in run:
             for n in range(2):
@@ -129,7 +135,10 @@ def test_every(tmp_path):
 def test_a_signal_in_the_body(number, makes_batches, tmp_path):
     after = []
     stopped = pytest.raises((jstep.Preempted, KeyboardInterrupt))
-    with stopped as caught, run_of(12, None if makes_batches else DATA, checkpoint_dir=tmp_path) as run:
+    with (
+        stopped as caught,
+        run_of(12, None if makes_batches else DATA, checkpoint_dir=tmp_path) as run,
+    ):
         for step in run:
             if step == 5:
                 os.kill(os.getpid(), number)
@@ -166,19 +175,26 @@ def test_a_stop_by_the_loop(way, tmp_path):
     assert same(run.state, by_hand(5))
     assert ("end", 5) in calls.seen
     assert jstep.Saver(tmp_path).latest_step() == 5
-    assert start_of(tmp_path)["end"] == ["finished", "stopped by " + ("Calls" if way == "hook" else "the loop")]
+    assert start_of(tmp_path)["end"] == [
+        "finished",
+        "stopped by " + ("Calls" if way == "hook" else "the loop"),
+    ]
     assert same(loop_to(12, directory=tmp_path).state, by_hand(12))
 
 
 @pytest.mark.parametrize("makes_batches", [False, True])
 @pytest.mark.parametrize("way", ["close", "drop"])
-def test_a_generator_that_is_dropped_in_the_body_saves_nothing_of_its_iteration(way, makes_batches, tmp_path, caplog):
+def test_a_generator_that_is_dropped_in_the_body_saves_nothing_of_its_iteration(
+    way, makes_batches, tmp_path, caplog
+):
     """Whoever consumed it has failed, or is done, and the rest of the body never comes."""
     calls = Calls()
 
     def steps():
         batches = None if makes_batches else DATA
-        with run_of(12, batches, hooks=[calls], checkpoint_dir=tmp_path, save_checkpoint_steps=2) as run:
+        with run_of(
+            12, batches, hooks=[calls], checkpoint_dir=tmp_path, save_checkpoint_steps=2
+        ) as run:
             for step in run:
                 if makes_batches:
                     run.train_step(DATA[step])
@@ -195,9 +211,15 @@ def test_a_generator_that_is_dropped_in_the_body_saves_nothing_of_its_iteration(
     assert ("end", last) not in calls.seen
     assert jstep.Saver(tmp_path).all_steps() == [2, 4]
     assert start_of(tmp_path)["end"] == ["failed", "GeneratorExit"]
-    (line,) = [record.getMessage() for record in caplog.records if "ends the run" in record.getMessage()]
-    assert line.startswith(f"GeneratorExit ends the run at step {last}, after the update with batch {last - 1}, in the")
-    assert "is not saved, because the iteration has not ended; a restart resumes from model-4" in line
+    (line,) = [
+        record.getMessage() for record in caplog.records if "ends the run" in record.getMessage()
+    ]
+    assert line.startswith(
+        f"GeneratorExit ends the run at step {last}, after the update with batch {last - 1}, in the"
+    )
+    assert (
+        "is not saved, because the iteration has not ended; a restart resumes from model-4"
+    ) in line
     assert same(loop_to(12, directory=tmp_path).state, by_hand(12))
 
 
@@ -248,7 +270,10 @@ def test_a_swallowed_error_is_raised_where_the_block_ends(tmp_path):
 
 
 def test_no_step_is_taken_after_an_error_of_a_step(tmp_path):
-    with pytest.raises(TypeError, match="indexing"), run_of(12, None, checkpoint_dir=tmp_path) as run:  # noqa: PT012
+    with (  # noqa: PT012
+        pytest.raises(TypeError, match="indexing"),
+        run_of(12, None, checkpoint_dir=tmp_path) as run,
+    ):
         for step in run:
             if step == 3:
                 with pytest.raises(TypeError, match="indexing"):
@@ -349,7 +374,8 @@ def test_nested_runs(tmp_path):
 
 
 def test_runs_that_end_in_another_order_put_the_handlers_back():
-    """As generators may that hold a run each; the second run still obeys a signal when the first one has ended."""
+    """As generators may that hold a run each; the second run still obeys a signal when the first
+    one has ended."""
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
     def cross():

@@ -1,4 +1,5 @@
-"""What ends an iteration of a `Run` before its end saves nothing of it; an error between two iterations is saved."""
+"""What ends an iteration of a `Run` before its end saves nothing of it; an error between two
+iterations is saved."""
 
 import contextlib
 import math
@@ -7,7 +8,19 @@ import signal
 
 import numpy as np
 import pytest
-from loop_runs import DATA, BoomError, Calls, by_hand, doubled, loop_to, make_state, run_of, same, start_of, train
+from loop_runs import (
+    DATA,
+    BoomError,
+    Calls,
+    by_hand,
+    doubled,
+    loop_to,
+    make_state,
+    run_of,
+    same,
+    start_of,
+    train,
+)
 
 import jstep
 from jstep.checkpoint.saver import Saver
@@ -52,7 +65,8 @@ def interrupt():
 
 
 class Places:
-    """A loop with code of the user at each place; one of them ends it at step 7, if it is asked to."""
+    """A loop with code of the user at each place; one of them ends it at step 7, if it is asked
+    to."""
 
     def __init__(self, place="", end=None):
         self.place, self.end, self.bodies, self.memory = place, end, [], Memory(place, end)
@@ -88,7 +102,9 @@ OPTIONS = [{}, {"steps_per_call": 4, "interval": 7}, {"interval": 7}, {"makes_ba
 
 
 @pytest.mark.thorough(except_for="each value once")
-@pytest.mark.parametrize("options", OPTIONS, ids=["calls", "calls of several steps", "every", "makes batches"])
+@pytest.mark.parametrize(
+    "options", OPTIONS, ids=["calls", "calls of several steps", "every", "makes batches"]
+)
 @pytest.mark.parametrize("end", [fail, leave, interrupt], ids=lambda end: end.__name__)
 @pytest.mark.parametrize("place", WITHIN)
 def test_within_an_iteration(place, end, options, tmp_path):
@@ -100,12 +116,22 @@ def test_within_an_iteration(place, end, options, tmp_path):
         ended.run(tmp_path / "run", **options)
     newest = max(jstep.Saver(tmp_path / "run").all_steps())
     assert newest in (4, 6)
-    what = {"before_step": "Memory.before_step", "after_step": "Memory.after_step",
-            "evaluation": "EvaluationHook.after_step"}.get(place, "the body of the loop")  # fmt: skip
+    names = {
+        "before_step": "Memory.before_step",
+        "after_step": "Memory.after_step",
+        "evaluation": "EvaluationHook.after_step",
+    }
+    what = names.get(place, "the body of the loop")
     note = caught.value.__notes__[0]
     step = int(caught.value.state.global_step)
-    assert f", in {what}; the state after step {step} is in the exception's `state`, and is not saved, because" in note
-    assert re.search(rf"the iteration has not ended; a restart resumes from model-{newest}, \d+ s old\.$", note)
+    assert (
+        f", in {what}; the state after step {step} is in the exception's `state`, "
+        "and is not saved, because"
+    ) in note
+    assert re.search(
+        rf"the iteration has not ended; a restart resumes from model-{newest}, \d+ s old\.$",
+        note,
+    )
     assert start_of(tmp_path / "run")["end"][0] == "failed"
     again = Places()
     resumed = again.run(tmp_path / "run", **options)
@@ -131,7 +157,9 @@ def test_an_iteration_of_several_steps(tmp_path):
 def test_without_a_checkpoint_yet_the_next_start_begins_from_scratch(tmp_path):
     with pytest.raises(BoomError) as caught:
         loop_to(12, directory=tmp_path, body=lambda run, step: fail())
-    assert caught.value.__notes__[0].endswith("there is no checkpoint yet, so a restart begins from scratch.")
+    assert caught.value.__notes__[0].endswith(
+        "there is no checkpoint yet, so a restart begins from scratch."
+    )
     assert same(loop_to(12, directory=tmp_path).state, by_hand(12))
 
 
@@ -165,7 +193,9 @@ class FailingSaver(jstep.CheckpointSaverHook):
 
 HOOKS = {
     "a tracker": lambda path: jstep.MetricsHook(raise_os_error, every_n_steps=1),
-    "another tracker": lambda path: jstep.MetricsHook(lambda step, values: step == AT and fail(), every_n_steps=1),
+    "another tracker": lambda path: jstep.MetricsHook(
+        lambda step, values: step == AT and fail(), every_n_steps=1
+    ),
     "a saver": lambda path: FailingSaver(path, save_steps=AT),
 }
 
@@ -176,7 +206,9 @@ def test_between_two_iterations(kind, tmp_path):
     bodies = []
 
     def go(name, batches=DATA, hooks=()):
-        return loop_to(12, directory=tmp_path / name, body=double, batches=batches, hooks=hooks).state
+        return loop_to(
+            12, directory=tmp_path / name, body=double, batches=batches, hooks=hooks
+        ).state
 
     def double(run, step):
         bodies.append(step)
@@ -192,7 +224,9 @@ def test_between_two_iterations(kind, tmp_path):
     assert bodies == steps
 
 
-def test_a_best_checkpoint_that_cannot_be_saved_ends_the_run_at_the_end_of_the_iteration(tmp_path, monkeypatch):
+def test_a_best_checkpoint_that_cannot_be_saved_ends_the_run_at_the_end_of_the_iteration(
+    tmp_path, monkeypatch
+):
     save = Saver.save
 
     def broken(self, state, extra=None):
@@ -202,21 +236,28 @@ def test_a_best_checkpoint_that_cannot_be_saved_ends_the_run_at_the_end_of_the_i
 
     monkeypatch.setattr(Saver, "save", broken)
     best = jstep.KeepBest(tmp_path / "best", "w", mode="max")
-    evaluate = jstep.EvaluationHook(lambda state: {"w": int(state.global_step)}, every_n_steps=AT, callbacks=[best])
+    evaluate = jstep.EvaluationHook(
+        lambda state: {"w": int(state.global_step)}, every_n_steps=AT, callbacks=[best]
+    )
     bodies = []
     with pytest.raises(OSError, match="no space left") as caught:
-        loop_to(12, directory=tmp_path, body=lambda run, step: bodies.append(step), hooks=[evaluate])
+        loop_to(
+            12, directory=tmp_path, body=lambda run, step: bodies.append(step), hooks=[evaluate]
+        )
     assert (
-        "in KeepBest.save; the state after step 7 is in the exception's `state`, and is not saved, because a best"
-        in (caught.value.__notes__[-1])
+        "in KeepBest.save; the state after step 7 is in the exception's `state`, "
+        "and is not saved, because a best" in (caught.value.__notes__[-1])
     )
     assert bodies == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_the_best_checkpoint_is_saved_where_it_was_evaluated(tmp_path):
-    """It has the state that was evaluated: before the body, and between two steps of an iteration."""
+    """It has the state that was evaluated: before the body, and between two steps of an
+    iteration."""
     best, seen = jstep.KeepBest(tmp_path / "best", "w", mode="max", max_to_keep=9), []
-    evaluate = jstep.EvaluationHook(lambda state: {"w": jstep.global_step(state)}, every_n_steps=2, callbacks=[best])
+    evaluate = jstep.EvaluationHook(
+        lambda state: {"w": jstep.global_step(state)}, every_n_steps=2, callbacks=[best]
+    )
     with run_of(9, None, hooks=[evaluate], checkpoint_dir=tmp_path) as run:
         for step in run:
             for n in range(3):
@@ -232,7 +273,9 @@ def test_the_best_checkpoint_is_saved_where_it_was_evaluated(tmp_path):
 # Signals and stops within an iteration.
 
 
-@pytest.mark.parametrize("place", ["before_step", "after_step", "evaluation", "body", "end of the body"])
+@pytest.mark.parametrize(
+    "place", ["before_step", "after_step", "evaluation", "body", "end of the body"]
+)
 def test_a_signal_takes_effect_at_the_end_of_the_iteration(place, tmp_path):
     whole = Places().run(tmp_path / "whole")
     ended = Places(place, lambda: signal.raise_signal(signal.SIGTERM))
@@ -262,7 +305,9 @@ def test_an_evaluation_is_finished_under_a_signal_if_a_body_follows(tmp_path):
 
     for makes_run, expected in (run_of, {5: {"x": 1.0}}), (train, {}):
         taken.clear()
-        hook = jstep.EvaluationHook(jstep.evaluator(lambda params, batch: {"x": 1.0}, Validation()), every_n_steps=5)
+        hook = jstep.EvaluationHook(
+            jstep.evaluator(lambda params, batch: {"x": 1.0}, Validation()), every_n_steps=5
+        )
         with pytest.raises(jstep.Preempted), contextlib.ExitStack() as stack:  # noqa: PT012
             run = makes_run(12, hooks=[hook], checkpoint_dir=tmp_path / makes_run.__name__)
             list(stack.enter_context(run))
@@ -298,7 +343,8 @@ def test_a_hook_that_stops_the_run_does_not_end_the_iteration(tmp_path):
 
 @pytest.mark.parametrize("killed", ["in the last body", "between"])
 def test_the_last_body_of_batches_that_end_between_two_multiples(killed, tmp_path):
-    """A start may find that the batches had ended where the one before has saved, without running the body."""
+    """A start may find that the batches had ended where the one before has saved, without running
+    the body."""
     twelve = [DATA[n] for n in range(12)]
 
     def go(should_fail=False):
@@ -322,7 +368,10 @@ def test_the_last_body_of_batches_that_end_between_two_multiples(killed, tmp_pat
 
 def test_an_iteration_without_a_body_is_saved_and_its_hooks_are_within_it(tmp_path):
     memory = Memory("after_step", fail)
-    with pytest.raises(BoomError), run_of(12, hooks=[memory], checkpoint_dir=tmp_path, save_checkpoint_steps=1) as run:
+    with (
+        pytest.raises(BoomError),
+        run_of(12, hooks=[memory], checkpoint_dir=tmp_path, save_checkpoint_steps=1) as run,
+    ):
         for _ in run.every(100):
             pass
     assert jstep.Saver(tmp_path).latest_step() == AT - 1
@@ -352,5 +401,11 @@ def test_a_loss_that_is_not_finite_in_an_iteration(tmp_path):
         return {"x": DATA[step]["x"] * np.float32(math.nan if step == AT else 1)}
 
     with pytest.raises(jstep.NanLossDuringTrainingError):
-        loop_to(12, directory=tmp_path, batches=bad, hooks=[jstep.NanLossHook()], save_checkpoint_steps=2)
+        loop_to(
+            12,
+            directory=tmp_path,
+            batches=bad,
+            hooks=[jstep.NanLossHook()],
+            save_checkpoint_steps=2,
+        )
     assert jstep.Saver(tmp_path).latest_step() == 6

@@ -1,4 +1,5 @@
-"""What stands in the `extra` of a checkpoint: that of a run is checked, and what users save by hand is theirs."""
+"""What stands in the `extra` of a checkpoint: that of a run is checked, and what users save by hand
+is theirs."""
 
 import logging
 import math
@@ -17,7 +18,13 @@ from jstep.data import positions
 
 RUN = "0123abcd"
 INVALID = {
-    "batches": [3, {"after": 1}, {"value": 1, "after": -1}, {"value": 1, "after": "x"}, {"value": 1, "after": 2**63}],
+    "batches": [
+        3,
+        {"after": 1},
+        {"value": 1, "after": -1},
+        {"value": 1, "after": "x"},
+        {"value": 1, "after": 2**63},
+    ],
     "batches_of_processes": [
         3,
         {"processes": 2},
@@ -32,7 +39,13 @@ INVALID = {
     "last_body": [2**63],
     "before_end": [1],
     "held": [[], {"rate": "x"}, {"rate": 10**400}],
-    "parent": ["x", {}, {"path": "x", "step": 1}, {"path": "/x", "step": -1}, {"path": "/x", "step": "1"}],
+    "parent": [
+        "x",
+        {},
+        {"path": "x", "step": 1},
+        {"path": "/x", "step": -1},
+        {"path": "/x", "step": "1"},
+    ],
     "past": [1, {"start": 3}, {"start": [1]}, {"start": [1, "x"]}, {"batches": 3}, {"lanes": []}],
     "config": [3],
     "code": [{"commit": 3}],
@@ -48,11 +61,17 @@ def save(directory, extra, *, steps=(4,)):
 @pytest.mark.thorough(except_for=["batches-value2", "parent-value2"])
 @pytest.mark.parametrize(
     ("key", "value"),
-    [pytest.param(key, value, id=f"{key}-value{i}") for key in INVALID for i, value in enumerate(INVALID[key])],
+    [
+        pytest.param(key, value, id=f"{key}-value{i}")
+        for key in INVALID
+        for i, value in enumerate(INVALID[key])
+    ],
 )
 def test_what_no_run_writes_is_an_error_that_names_the_manifest(tmp_path, key, value):
     save(tmp_path / "run", {"run": RUN, key: value}, steps=(3, 4))
-    match = rf"model-4 is corrupted: manifest.json: its extra has {key}=.* intact checkpoint is step 3"
+    match = (
+        rf"model-4 is corrupted: manifest.json: its extra has {key}=.* intact checkpoint is step 3"
+    )
     for last_step in (3, 4, 6):  # nothing left to do, perhaps an end, and steps
         with pytest.raises(jstep.CorruptedCheckpointError, match=match):
             train(last_step, checkpoint_dir=tmp_path / "run")
@@ -70,7 +89,11 @@ def test_each_key_has_an_invalid_value_here():
 @pytest.mark.parametrize("name", [None, "mine", 3])
 def test_what_a_user_saves_by_hand_is_not_that_of_a_run(tmp_path, caplog, name):
     caplog.set_level(logging.INFO, "jstep")
-    extra = {key: values[0] for key, values in INVALID.items()} | {"hooks": "none", "run": name, "ended": 4}
+    extra = {key: values[0] for key, values in INVALID.items()} | {
+        "hooks": "none",
+        "run": name,
+        "ended": 4,
+    }
     save(tmp_path, extra)
     state = train(6, checkpoint_dir=tmp_path)
     assert jstep.global_step(state) == 6
@@ -84,7 +107,10 @@ def test_a_metric_with_the_name_of_a_key_is_kept(tmp_path):
     hook = jstep.EvaluationHook(evaluate, every_n_steps=4, callbacks=[best])
     train(4, hooks=[hook], checkpoint_dir=tmp_path / "run")
     state = train(
-        6, hooks=[jstep.NanLossHook(max_skipped_steps=9)], start_from=tmp_path / "best", checkpoint_prefix="best"
+        6,
+        hooks=[jstep.NanLossHook(max_skipped_steps=9)],
+        start_from=tmp_path / "best",
+        checkpoint_prefix="best",
     )
     assert jstep.global_step(state) == 6
 
@@ -112,7 +138,9 @@ class Counted:
 
 
 @pytest.mark.parametrize(("silent_secs", "lines"), [(-1.0, [2]), (math.inf, [])])
-def test_a_long_fetch_is_announced_while_it_goes_on(tmp_path, monkeypatch, caplog, silent_secs, lines):
+def test_a_long_fetch_is_announced_while_it_goes_on(
+    tmp_path, monkeypatch, caplog, silent_secs, lines
+):
     caplog.set_level(logging.INFO, "jstep")
     save(tmp_path, {"run": RUN, "batches": {"value": 1, "after": 3}})
     monkeypatch.setattr(positions, "_SILENT_SECS", silent_secs)
@@ -158,7 +186,10 @@ train(6, Endless(), checkpoint_dir=directory)
 
 def test_an_error_of_a_position_names_the_checkpoint(tmp_path):
     save(tmp_path, {"run": RUN, "batches": {"value": {"$int": "x"}}})
-    with pytest.raises(ValueError, match=r"in model-4, the position for the Counted cannot be decoded"):
+    with pytest.raises(
+        ValueError,
+        match=r"in model-4, the position for the Counted cannot be decoded",
+    ):
         train(6, Counted(), checkpoint_dir=tmp_path)
 
 

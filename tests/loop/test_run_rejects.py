@@ -1,4 +1,5 @@
-"""What `jstep.Run` rejects: calls at the wrong place, wrong arguments, and states that do not fit."""
+"""What `jstep.Run` rejects: calls at the wrong place, wrong arguments, and states that do not
+fit."""
 
 import pytest
 from loop_runs import DATA, STEP, by_hand, make_state, run_of, same, train
@@ -14,7 +15,10 @@ def test_calls_at_the_wrong_place():
         with pytest.raises(RuntimeError, match=r"run\.state = …: must be in the body"):
             run.state = make_state()
         for _ in run:
-            with pytest.raises(RuntimeError, match=r"run\.train_step: the run takes its batches itself"):
+            with pytest.raises(
+                RuntimeError,
+                match=r"run\.train_step: the run takes its batches itself",
+            ):
                 run.train_step(DATA[0])
             with pytest.raises(RuntimeError, match="before the first step"):
                 run.every(5)
@@ -45,7 +49,10 @@ def test_arguments_are_checked_before_the_block():
         train(5, jstep.from_loop())
     with pytest.raises(TypeError, match="unexpected keyword argument 'max_steps'; use last_step"):
         run_of(5, max_steps=5)
-    with pytest.raises(TypeError, match=r"train\(\) missing 2 required .*: 'batches' and 'last_step'"):
+    with pytest.raises(
+        TypeError,
+        match=r"train\(\) missing 2 required .*: 'batches' and 'last_step'",
+    ):
         jstep.train(STEP, make_state())
 
 
@@ -64,7 +71,11 @@ def test_a_donated_state_is_rejected():
     ("state", "error", "text"),
     [
         (lambda state: {}, TypeError, "must be a TrainState, got a dict"),
-        (lambda state: (state, {}), TypeError, "must be a TrainState, got the pair that a step returns; unpack it"),
+        (
+            lambda state: (state, {}),
+            TypeError,
+            "must be a TrainState, got the pair that a step returns; unpack it",
+        ),
         (lambda state: make_state(), ValueError, "at step 0: must be at step 1"),
     ],
     ids=["dict", "result", "step"],
@@ -80,7 +91,9 @@ def test_a_state_that_does_not_fit_is_rejected(state, error, text):
 
 @pytest.mark.parametrize("makes_batches", [False, True])
 def test_a_body_that_donates_the_state(makes_batches, tmp_path):
-    run = run_of(9, None if makes_batches else DATA, checkpoint_dir=tmp_path, save_checkpoint_steps=2)
+    run = run_of(
+        9, None if makes_batches else DATA, checkpoint_dir=tmp_path, save_checkpoint_steps=2
+    )
     with pytest.raises(RuntimeError, match="donated") as caught, run:  # noqa: PT012
         for step in run:
             if step == 3:

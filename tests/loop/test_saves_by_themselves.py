@@ -1,4 +1,5 @@
-"""`save_checkpoint_secs="auto"`: as often as a save costs little; checkpoints that pass, and those that are kept."""
+"""`save_checkpoint_secs="auto"`: as often as a save costs little; checkpoints that pass, and those
+that are kept."""
 
 import datetime
 import signal
@@ -42,14 +43,17 @@ def test_the_interval(still, write, directory, secs):
         now[0] += still
     now[0] += 5.0
     writing_secs = 50.0 if directory == "/runs" else 60.0
-    assert interval.seconds() == pytest.approx(max(writing_secs, min(600.0, 100 * still)))  # it is being written
+    # Measured while it is being written.
+    assert interval.seconds() == pytest.approx(max(writing_secs, min(600.0, 100 * still)))
     saver.write_secs = write
     assert interval.seconds() == pytest.approx(secs)
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    found = types.SimpleNamespace(now=datetime.datetime(2026, 11, 24, tzinfo=datetime.UTC).timestamp())
+    found = types.SimpleNamespace(
+        now=datetime.datetime(2026, 11, 24, tzinfo=datetime.UTC).timestamp()
+    )
     monkeypatch.setattr(time, "time", lambda: found.now)
     return found
 
@@ -78,7 +82,8 @@ def test_a_passing_checkpoint_is_seen_and_then_replaced(tmp_path, clock):
 
 @pytest.mark.thorough(except_for=["1-1-kept2"])
 @pytest.mark.parametrize(
-    ("limit", "hours", "kept"), [(None, None, range(1, 18, 2)), (2, None, [15, 17]), (1, 1, [13, 17])]
+    ("limit", "hours", "kept"),
+    [(None, None, range(1, 18, 2)), (2, None, [15, 17]), (1, 1, [13, 17])],
 )
 def test_limits_count_what_is_kept(limit, hours, kept, tmp_path, clock):
     """One every 600 s is kept; the others are replaced."""
@@ -115,7 +120,12 @@ def test_the_newest_finite_checkpoint_is_not_replaced_by_another(tmp_path, clock
 
 @pytest.fixture
 def quick(monkeypatch):
-    for name, secs in (("FIRST_SECS", 0.05), ("BUCKET_SECS", 0.05), ("_LOOP_SHARE", 1e9), ("_WRITER_SHARE", 1e9)):
+    for name, secs in (
+        ("FIRST_SECS", 0.05),
+        ("BUCKET_SECS", 0.05),
+        ("_LOOP_SHARE", 1e9),
+        ("_WRITER_SHARE", 1e9),
+    ):
         monkeypatch.setattr(saving, name, secs)
 
 
@@ -125,7 +135,9 @@ def slowly(hooks=()):
 
 def test_a_run(tmp_path, quick):
     saved = []
-    hook = jstep.every(1, lambda step, *_: saved.append(step) if jstep.Saver(tmp_path).latest_step() else None)
+    hook = jstep.every(
+        1, lambda step, *_: saved.append(step) if jstep.Saver(tmp_path).latest_step() else None
+    )
     state = train(60, hooks=slowly([hook]), checkpoint_dir=tmp_path)
     assert saved
     assert saved[0] < 50
@@ -155,7 +167,9 @@ say("end", digest(state) == digest(train(80)))
     assert end(start(script, tmp_path))[0].endswith("end True\n")
 
 
-def test_the_last_step_is_kept_although_it_was_due(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
+def test_the_last_step_is_kept_although_it_was_due(
+    tmp_path: Path, quick: None, monkeypatch: Any
+) -> None:
     """Also if it was not known to be the last one: the batches end."""
     monkeypatch.setattr(saving, "FIRST_SECS", 0.0)
     found: list[dict[int, bool]] = []

@@ -1,4 +1,5 @@
-"""Several savers: each is tried when due, at a signal, at the end and in a rescue; the run's own first."""
+"""Several savers: each is tried when due, at a signal, at the end and in a rescue; the run's own
+first."""
 
 import os
 import signal
@@ -19,7 +20,9 @@ def fails(name):
 
 def savers(directory, broken, **kwargs):
     return [
-        jstep.CheckpointSaverHook(directory / name, before_save=(fails(name),) if name in broken else (), **kwargs)
+        jstep.CheckpointSaverHook(
+            directory / name, before_save=(fails(name),) if name in broken else (), **kwargs
+        )
         for name in ("first", "second")
     ]
 
@@ -34,7 +37,8 @@ def breaks(number):
 
 
 def lost_after(step):
-    """Batches of which one cannot be read: an error between two iterations, after which the state is saved."""
+    """Batches of which one cannot be read: an error between two iterations, after which the state
+    is saved."""
 
     def batches(n):
         if n == step:
@@ -49,7 +53,10 @@ def test_at_a_signal(tmp_path):
     with pytest.raises(OSError, match="the disk of first is full") as caught:
         train(50, hooks=hooks, checkpoint_dir=tmp_path / "own")
     assert steps_in(tmp_path) == [[5], [], [5]]
-    assert "at step 5, after the update with batch 4, in CheckpointSaverHook.save" in caught.value.__notes__[-1]
+    assert (
+        "at step 5, after the update with batch 4, in CheckpointSaverHook.save"
+        in caught.value.__notes__[-1]
+    )
     prevented = jstep.CheckpointSaverHook(tmp_path / "other", before_save=(lambda step: True,))
     with pytest.raises(jstep.Preempted, match="after step 5, which is saved; start the run again"):
         train(50, hooks=[prevented, breaks(signal.SIGTERM)], checkpoint_dir=tmp_path / "another")
@@ -68,7 +75,10 @@ def test_in_a_rescue(tmp_path):
         train(50, lost_after(5), hooks=savers(tmp_path, "first"), checkpoint_dir=tmp_path / "own")
     assert steps_in(tmp_path) == [[5], [], [5]]
     first, last = caught.value.__notes__
-    assert first == ("Additionally, CheckpointSaverHook could not save step 5: OSError: the disk of first is full")
+    assert first == (
+        "Additionally, CheckpointSaverHook could not save step 5: "
+        "OSError: the disk of first is full"
+    )
     assert "and is saved as model-5" in last
 
 
@@ -100,7 +110,10 @@ def test_a_write_that_fails_while_the_run_waits_for_it(ends_by, fails, tmp_path)
             raise OSError(28, "No space left on device")
 
     saver = jstep.Saver(tmp_path)
-    with saver.flushing(full), pytest.raises(jstep.CheckpointError, match="No space left") as caught:
+    with (
+        saver.flushing(full),
+        pytest.raises(jstep.CheckpointError, match="No space left") as caught,
+    ):
         train(
             9 if ends_by == "signal" else 5,
             hooks=[breaks(signal.SIGTERM)] if ends_by == "signal" else [],

@@ -1,4 +1,5 @@
-"""A log directory that others write to: a run hides the steps that it repeats, and nothing of what others wrote."""
+"""A log directory that others write to: a run hides the steps that it repeats, and nothing of what
+others wrote."""
 
 import contextlib
 import json
@@ -17,9 +18,12 @@ import jstep.summary
 
 
 def shown(logdir):
-    """The steps of each tag: by TensorBoard's reader for scripts, by that of its page, and by jstep's."""
+    """The steps of each tag: by TensorBoard's reader for scripts, by that of its page, and by
+    jstep's."""
     script = event_accumulator.EventAccumulator(str(logdir), size_guidance={"scalars": 0}).Reload()
-    page = plugin_event_accumulator.EventAccumulator(str(logdir), size_guidance={"tensors": 0}).Reload()
+    page = plugin_event_accumulator.EventAccumulator(
+        str(logdir), size_guidance={"tensors": 0}
+    ).Reload()
     found = {tag: [point.step for point in script.Scalars(tag)] for tag in script.Tags()["scalars"]}
     assert found == {tag: [point.step for point in page.Tensors(tag)] for tag in found}
     return found
@@ -141,7 +145,10 @@ def test_a_log_directory_that_was_moved_is_known(tmp_path, caplog):
 @pytest.mark.parametrize("name", ["../x", {"a": 1}])
 def test_a_name_that_is_not_one_of_a_run_is_ignored(tmp_path, name):
     with jstep.Saver(tmp_path / "run") as saver:
-        saver.save(jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER, global_step=3), extra={"run": name})
+        saver.save(
+            jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER, global_step=3),
+            extra={"run": name},
+        )
     run(tmp_path / "logs", tmp_path / "run", 5)
     assert shown(tmp_path / "logs")["loss"] == [4, 5]
 

@@ -1,4 +1,5 @@
-"""Signals where two mechanisms meet: a run that closes, a program that is compiled, each line of the last phase."""
+"""Signals where two mechanisms meet: a run that closes, a program that is compiled, each line of
+the last phase."""
 
 import logging
 import os
@@ -37,7 +38,9 @@ def test_while_a_run_closes_after_an_error(tmp_path):
 
     with pytest.raises(jstep.Preempted) as caught:
         train(
-            5, hooks=[jstep.every(3, raising(ValueError("my hook"))), Closes(signal.SIGTERM)], checkpoint_dir=tmp_path
+            5,
+            hooks=[jstep.every(3, raising(ValueError("my hook"))), Closes(signal.SIGTERM)],
+            checkpoint_dir=tmp_path,
         )
     assert isinstance(caught.value.__context__, ValueError)
     assert jstep.global_step(caught.value.state) == 3
@@ -45,7 +48,8 @@ def test_while_a_run_closes_after_an_error(tmp_path):
 
 
 class AtLine:
-    """Sends a signal at the n-th line of jstep's loop after the last call of a run; a large n only counts the lines."""
+    """Sends a signal at the n-th line of jstep's loop after the last call of a run; a large n only
+    counts the lines."""
 
     def __init__(self, n):
         self.n, self.seen, self.where = n, 0, ""
@@ -55,7 +59,9 @@ class AtLine:
             return None
         owner = frame.f_locals.get("self")
         held = (getattr(owner, "__dict__", {}).get(name) for name in ("run", "_run", "_context"))
-        run = next((x for x in (*frame.f_locals.values(), *held) if isinstance(x, RunContext)), None)
+        run = next(
+            (x for x in (*frame.f_locals.values(), *held) if isinstance(x, RunContext)), None
+        )
         course = getattr(run, "course", None)  # None while the run is made
         if event == "line" and getattr(course, "status", None) in (ENDING, LEAVING):
             self.seen += 1
@@ -113,7 +119,8 @@ def test_at_each_line_of_the_last_phase(part, tmp_path):
 @pytest.mark.thorough(except_for=["1"])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_while_a_program_is_compiled_for_new_shapes(steps_per_call, tmp_path, monkeypatch):
-    """The state before the call is saved, and the run leaves without the program: here, that never comes."""
+    """The state before the call is saved, and the run leaves without the program: here, that never
+    comes."""
     from jstep.compiling import compiler as compiling
 
     released, reached, apart = threading.Event(), [], compiling.compile_apart
@@ -142,7 +149,8 @@ def test_while_a_program_is_compiled_for_new_shapes(steps_per_call, tmp_path, mo
 
 
 class LargeReplay:
-    """Batches that are made with the state, and whose position is too large to be copied before each of them."""
+    """Batches that are made with the state, and whose position is too large to be copied before
+    each of them."""
 
     def __init__(self):
         self.made, self.memory = 0, np.zeros(20_000)
@@ -162,12 +170,19 @@ def mean_of_products(params, x):
     return jnp.mean(x @ params["w"])
 
 
-def test_while_a_later_stage_is_waited_for_a_batch_that_cannot_be_made_again_is_used(tmp_path, monkeypatch):
+def test_while_a_later_stage_is_waited_for_a_batch_that_cannot_be_made_again_is_used(
+    tmp_path, monkeypatch
+):
     """A checkpoint without the position of its batches would begin them anew."""
     from jstep.compiling.programs import ProgramTable
     from jstep.core.signals import StopSignals
 
-    wait_for, compile_stage, sent, released = StopSignals.wait_for, ProgramTable.compile, [], threading.Event()
+    wait_for, compile_stage, sent, released = (
+        StopSignals.wait_for,
+        ProgramTable.compile,
+        [],
+        threading.Event(),
+    )
     latest = [0]
 
     def slow(*args):
@@ -178,7 +193,8 @@ def test_while_a_later_stage_is_waited_for_a_batch_that_cannot_be_made_again_is_
         if latest == [3] and not sent:
             sent.append(can_interrupt)
             os.kill(os.getpid(), signal.SIGTERM)
-            threading.Timer(0.5, released.set).start()  # after the loop has looked whether it leaves
+            # Released after the loop has looked whether it leaves.
+            threading.Timer(0.5, released.set).start()
         wait_for(signals, future, can_interrupt=can_interrupt)
 
     def keep(n, state, metrics):
@@ -186,10 +202,19 @@ def test_while_a_later_stage_is_waited_for_a_batch_that_cannot_be_made_again_is_
 
     monkeypatch.setattr(ProgramTable, "compile", slow)
     monkeypatch.setattr(StopSignals, "wait_for", waits)
-    steps = {0: jstep.minimize(mean_of_products, OPTIMIZER), 3: jstep.minimize(mean_of_products, OPTIMIZER)}
+    steps = {
+        0: jstep.minimize(mean_of_products, OPTIMIZER),
+        3: jstep.minimize(mean_of_products, OPTIMIZER),
+    }
     try:
         with pytest.raises(jstep.Preempted, match="after step 4, which is saved"):
-            train(9, jstep.from_state(LargeReplay()), step=steps, hooks=[jstep.every(1, keep)], checkpoint_dir=tmp_path)
+            train(
+                9,
+                jstep.from_state(LargeReplay()),
+                step=steps,
+                hooks=[jstep.every(1, keep)],
+                checkpoint_dir=tmp_path,
+            )
     finally:
         released.set()
     assert sent == [False]
@@ -218,12 +243,17 @@ def close_in_a_thread(steps):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_run_that_another_thread_has_closed_passes_signals_on(number):
     received = []
-    before = signal.signal(number, lambda *args: received.append(args[0])) if number != signal.SIGUSR1 else None
+    before = (
+        signal.signal(number, lambda *args: received.append(args[0]))
+        if number != signal.SIGUSR1
+        else None
+    )
     try:
         steps = loop_of_a_generator()
         next(steps)
         close_in_a_thread(steps)
-        if number == signal.SIGUSR1:  # which has no handler: the next run handles it as the first one did
+        if number == signal.SIGUSR1:
+            # It has no handler: the next run handles it as the first one did.
             again = loop_of_a_generator()
             next(again)
             assert signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN)
@@ -239,7 +269,9 @@ def test_a_run_that_another_thread_has_closed_passes_signals_on(number):
             signal.signal(number, before)
 
 
-def test_a_run_that_another_thread_has_closed_leaves_the_warnings_of_the_context_of_its_opener(caplog):
+def test_a_run_that_another_thread_has_closed_leaves_the_warnings_of_the_context_of_its_opener(
+    caplog,
+):
     def run():
         with logs.warning_once():
             logs.log_once(logging.WARNING, "in the run")

@@ -1,4 +1,5 @@
-"""`train` with stages: which step is run when, errors before the first step, and compilation in the background."""
+"""`train` with stages: which step is run when, errors before the first step, and compilation in the
+background."""
 
 import logging
 import threading
@@ -42,7 +43,9 @@ def by_hand(steps, stages, batches=BATCHES):
 
 
 def train_stages(stages, last, batches=BATCHES, state=None, **kwargs):
-    return train(last, batches, step=stages, state=make_state() if state is None else state, **kwargs)
+    return train(
+        last, batches, step=stages, state=make_state() if state is None else state, **kwargs
+    )
 
 
 @pytest.mark.thorough(except_for=["30-1"])
@@ -70,7 +73,9 @@ def test_resume_with_stages_is_identical(stop, steps_per_call, tmp_path):
     np.testing.assert_array_equal(jstep.fingerprint(uninterrupted), jstep.fingerprint(resumed))
     state, args = jstep.replay(stages, make_state(), BATCHES, tmp_path / "resumed", 17)
     np.testing.assert_array_equal(args[0], BATCHES[17])
-    np.testing.assert_allclose(FAR(state, *args)[0].params["w"], by_hand(18, stages).params["w"], rtol=1e-5)
+    np.testing.assert_allclose(
+        FAR(state, *args)[0].params["w"], by_hand(18, stages).params["w"], rtol=1e-5
+    )
 
 
 # Errors before the first step
@@ -86,7 +91,8 @@ def test_an_error_in_a_later_stage_is_found_before_the_first_step(steps_per_call
     stages = {0: NEAR, 5: FAR, 30: jstep.minimize(wrong_shape, OPTIMIZER)}
     with pytest.raises(ValueError, match=r"train_step\[30\].*step 30.*TypeError"):
         train_stages(stages, 40, hooks=hooks, steps_per_call=steps_per_call)
-    assert jstep.global_step(train_stages(stages, 30)) == 30  # a stage that is never reached is not checked
+    # A stage that is never reached is not checked.
+    assert jstep.global_step(train_stages(stages, 30)) == 30
 
 
 NO_STEP = [jstep.every(1, lambda *_: pytest.fail("a step was taken"))]
@@ -114,14 +120,19 @@ OTHERS = {
 }
 
 
-@pytest.mark.thorough(except_for=["True-function-fewer", "False-function-dtype", "True-loader-other"])
+@pytest.mark.thorough(
+    except_for=["True-function-fewer", "False-function-dtype", "True-loader-other"]
+)
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("jit", [True, False])
 def test_a_stage_of_another_optimizer_is_found_before_the_first_step(source, other, jit):
     """Whatever the batches are, as it needs none of them."""
     stages = {0: NEAR, 6: jstep.minimize(near, OTHERS[other], jit=jit)}
-    with pytest.raises(ValueError, match=r"train_step\[6\]: it cannot take step 6, the first of its stage: .* slot"):
+    with pytest.raises(
+        ValueError,
+        match=r"train_step\[6\]: it cannot take step 6, the first of its stage: .* slot",
+    ):
         train_stages(stages, 10, SOURCES[source](), hooks=NO_STEP)
     with pytest.raises(ValueError, match=r"train_step\[6\]: it cannot take step 6"):
         train_stages({**stages, 4: FAR}, 10, SOURCES[source](), hooks=NO_STEP)
@@ -157,13 +168,20 @@ def only_of_small_gradients():
             raise TypeError("without a key")
         return jax.tree.map(lambda g: -0.1 * g, updates), {}
 
-    return jstep.Optimizer(lambda params, global_step=0: {}, update, lambda step: {}, takes_context=True)
+    return jstep.Optimizer(
+        lambda params, global_step=0: {}, update, lambda step: {}, takes_context=True
+    )
 
 
 def test_stages_that_fit_are_taken():
-    """Slots of others may be in the state; and what an update needs besides slots, its step finds out."""
+    """Slots of others may be in the state; and what an update needs besides slots, its step finds
+    out."""
     first, second = with_other_slots(OPTIMIZER), with_other_slots(jstep.adam(0.01))
-    stages = {0: jstep.minimize(near, first), 4: jstep.minimize(near, second), 6: jstep.minimize(near, first)}
+    stages = {
+        0: jstep.minimize(near, first),
+        4: jstep.minimize(near, second),
+        6: jstep.minimize(near, first),
+    }
     function = SOURCES["function"]()
     assert jstep.global_step(train_stages(stages, 8, function, make_state(optimizer=first))) == 8
     plain = jstep.gradient_descent(0.1)
@@ -181,14 +199,19 @@ def test_stages_that_fit_are_taken():
         jstep.partition({"a": OPTIMIZER, "b": jstep.momentum(0.1, 0.9)}, lambda path, leaf: "a"),
         jstep.update_every(OPTIMIZER, 2, accumulate=True),
         jstep.skip_nonfinite(
-            jstep.with_moving_average(jstep.schedule_free_sgd(0.1), jstep.ExponentialMovingAverage(0.9))
+            jstep.with_moving_average(
+                jstep.schedule_free_sgd(0.1), jstep.ExponentialMovingAverage(0.9)
+            )
         ),
     ],
 )
 def test_an_equal_optimizer_of_a_stage_fits(other):
     """Two optimizers of the same call are two objects, and the slots of one fit the other."""
     state = make_state(optimizer=other)
-    stages = {0: jstep.minimize(near, other), 2: jstep.minimize(far, other._replace(), has_aux=True)}
+    stages = {
+        0: jstep.minimize(near, other),
+        2: jstep.minimize(far, other._replace(), has_aux=True),
+    }
     assert jstep.global_step(train_stages(stages, 4, SOURCES["function"](), state)) == 4
 
 
@@ -198,7 +221,10 @@ NO_INCREMENT = jstep.minimize(near, OPTIMIZER, increment_global_step=False)
 @pytest.mark.thorough(except_for=["function", "list"])
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_step_of_minimize_that_does_not_increment_is_found_before_the_first_step(source):
-    words = "does not increment global_step, which each step of a run must do once; pass increment_global_step=False"
+    words = (
+        "does not increment global_step, which each step of a run must do once; pass "
+        "increment_global_step=False"
+    )
     with pytest.raises(ValueError, match=f"train_step: near {words}"):
         train_stages(NO_INCREMENT, 10, SOURCES[source](), hooks=NO_STEP)
     with pytest.raises(ValueError, match=rf"train_step\[6\]: near {words}"):
@@ -215,9 +241,14 @@ def custom(increments):
     return step_of_mine
 
 
-@pytest.mark.parametrize("compiled", [jax.jit, jstep.TrainStep, lambda step: jax.jit(jax.jit(step))])
+@pytest.mark.parametrize(
+    "compiled", [jax.jit, jstep.TrainStep, lambda step: jax.jit(jax.jit(step))]
+)
 def test_a_compiled_step_that_does_not_increment_is_found_with_its_batch(compiled):
-    with pytest.raises(ValueError, match=r"train_step\[6\]: step_of_mine does not increment global_step"):
+    with pytest.raises(
+        ValueError,
+        match=r"train_step\[6\]: step_of_mine does not increment global_step",
+    ):
         train_stages({0: NEAR, 6: compiled(custom(False))}, 10, hooks=NO_STEP)
     assert jstep.global_step(train_stages({0: NEAR, 6: compiled(custom(True))}, 10)) == 10
 
@@ -248,17 +279,27 @@ def steps_of(*losses):
 @pytest.mark.thorough(except_for=["4-function"])
 @pytest.mark.parametrize("source", ["list", "function", "iterator"])
 @pytest.mark.parametrize("steps_per_call", [1, 4])
-def test_the_next_stage_is_compiled_before_it_is_due(source, steps_per_call, compiling_threads, caplog):
+def test_the_next_stage_is_compiled_before_it_is_due(
+    source, steps_per_call, compiling_threads, caplog
+):
     caplog.set_level(logging.INFO)
     first, second = steps_of(2.0, 3.0)
-    batches = {"list": lambda: BATCHES, "function": lambda: lambda n: BATCHES[n], "iterator": lambda: iter(BATCHES)}
+    batches = {
+        "list": lambda: BATCHES,
+        "function": lambda: lambda n: BATCHES[n],
+        "iterator": lambda: iter(BATCHES),
+    }
     before_boundary = []
 
     def seen(step, state, metrics):
         before_boundary.append(list(compiling_threads))
 
     train_stages(
-        {0: first, 8: second}, 16, batches[source](), hooks=[jstep.every(8, seen)], steps_per_call=steps_per_call
+        {0: first, 8: second},
+        16,
+        batches[source](),
+        hooks=[jstep.every(8, seen)],
+        steps_per_call=steps_per_call,
     )
     after = compiling_threads[len(before_boundary[0]) :]
     assert compiling_threads.count("jstep-compile") == 1
@@ -282,9 +323,14 @@ def test_batch_shapes_are_compiled_before_they_are_due(compiling_threads):
 
 def test_a_compiler_error_is_raised_at_its_step(caplog):
     def fails(params, x):
-        return near(params, x) + jax.ffi.ffi_call("no_such_target", jax.ShapeDtypeStruct((), np.float32))(x)
+        return near(params, x) + jax.ffi.ffi_call(
+            "no_such_target", jax.ShapeDtypeStruct((), np.float32)
+        )(x)
 
-    stages = {0: NEAR, 5: jstep.minimize(lambda p, x: fails(jax.lax.stop_gradient(p), x) + near(p, x), OPTIMIZER)}
+    stages = {
+        0: NEAR,
+        5: jstep.minimize(lambda p, x: fails(jax.lax.stop_gradient(p), x) + near(p, x), OPTIMIZER),
+    }
     with pytest.raises(Exception, match="no_such_target") as failed:
         train_stages(stages, 10)
     assert jstep.global_step(failed.value.state) == 5
@@ -302,5 +348,7 @@ def test_a_stage_that_could_not_be_compiled_ahead_is_announced_when_it_is(caplog
 
     stages = {0: NEAR, 4: jstep.minimize(later, OPTIMIZER, has_aux=True)}
     train_stages(stages, 6, iter(BATCHES))
-    (name,) = {record.args[0] for record in caplog.records if "could not be compiled ahead" in record.msg}
+    (name,) = {
+        record.args[0] for record in caplog.records if "could not be compiled ahead" in record.msg
+    }
     assert f"compiling {name} for 1 step" in caplog.messages

@@ -47,7 +47,8 @@ def test_a_loader_that_hangs_is_named_until_it_continues(tmp_path, caplog):
     assert found.stalled["waiting"] > 0.04
     assert found.parts["stalled"] == found.stalled["waiting"]
     recorded = json.loads((tmp_path / "starts" / "model.000001.json").read_text())
-    assert found.waiting + found.stalled["waiting"] == pytest.approx(recorded["seconds"]["waiting"])  # not twice
+    # Nothing is counted twice.
+    assert found.waiting + found.stalled["waiting"] == pytest.approx(recorded["seconds"]["waiting"])
     assert sum(found.parts.values()) == found.total
     assert "stalled" in str(found)
 
@@ -69,7 +70,8 @@ def test_stalls_have_the_prefix_of_the_saver(tmp_path):
 
 
 def test_a_stall_flushes_the_events(tmp_path, monkeypatch):
-    """Ten events fill the queue of the writer; the last ones before a hang are in the file before it is killed."""
+    """Ten events fill the queue of the writer; the last ones before a hang are in the file before
+    it is killed."""
     monkeypatch.setattr("jstep.watching.event_file._FLUSH_SECS", 600.0)
 
     def logged():
@@ -97,17 +99,22 @@ def test_a_hook_that_hangs_is_named():
 
 @pytest.mark.parametrize("makes_batches", [False, True])
 def test_a_body_that_hangs_is_named_as_soon_as_a_hook(makes_batches):
-    """Quick bodies are not recorded one by one, and one that makes its batches has stretches between its steps."""
+    """Quick bodies are not recorded one by one, and one that makes its batches has stretches
+    between its steps."""
     with hang() as stuck:
         batches = None if makes_batches else data
         hooks = [jstep.StallHook(warn_secs=0.3)]  # a first body may take ten times as long
-        with jstep.Run(STEP, make_state(), batches, 20, hooks=hooks, log_steps=None, progress=False) as run:
+        with jstep.Run(
+            STEP, make_state(), batches, 20, hooks=hooks, log_steps=None, progress=False
+        ) as run:
             for step in run:
                 if step == 15:
                     stuck()
                 if makes_batches:
                     run.train_step(data(step))
-    assert re.fullmatch(line_of("in the body of the loop at step 15", r"hangs\.py:\d+ in __call__"), stuck.lines[0])
+    assert re.fullmatch(
+        line_of("in the body of the loop at step 15", r"hangs\.py:\d+ in __call__"), stuck.lines[0]
+    )
     usual = float(re.search(r"usually (\S+) s", stuck.lines[0])[1])
     assert usual < 0.3
 
@@ -162,7 +169,11 @@ def once(stuck, fn, at=1):
 
 
 def evaluating(stuck):
-    return [jstep.EvaluationHook(lambda state: {"x": (state.global_step == 12 and stuck()) or 0.0}, every_n_steps=3)]
+    return [
+        jstep.EvaluationHook(
+            lambda state: {"x": (state.global_step == 12 and stuck()) or 0.0}, every_n_steps=3
+        )
+    ]
 
 
 class Slow(jstep.Saver):
@@ -199,17 +210,31 @@ PLACES = {
     "compile": (r"compiling step 0's program", lambda stuck, where: {"step": slow_trace(stuck)}),
     "device": (
         r"in a call of steps? 9(?: to \d+)?",
-        lambda stuck, where: {"step": slow_device(stuck), "batches": lambda step: jnp.full(3, float(step))},
+        lambda stuck, where: {
+            "step": slow_device(stuck),
+            "batches": lambda step: jnp.full(3, float(step)),
+        },
     ),
-    "evaluation": (r"in an evaluation at step 12", lambda stuck, where: {"hooks": evaluating(stuck)}),
+    "evaluation": (
+        r"in an evaluation at step 12",
+        lambda stuck, where: {"hooks": evaluating(stuck)},
+    ),
     "numbers for a hook": (
         r"in the hook MetricsHook at step 12",
-        lambda stuck, where: {"hooks": [jstep.MetricsHook(once(stuck, lambda *_: None, 4), every_n_steps=3)]},
+        lambda stuck, where: {
+            "hooks": [jstep.MetricsHook(once(stuck, lambda *_: None, 4), every_n_steps=3)]
+        },
     ),
-    "restore": ("restoring step 3", lambda stuck, where: {"checkpoint_dir": slow_to_restore(saved(where), stuck)}),
+    "restore": (
+        "restoring step 3",
+        lambda stuck, where: {"checkpoint_dir": slow_to_restore(saved(where), stuck)},
+    ),
     "compile again": (
         r"compiling step 9's program",
-        lambda stuck, where: {"step": slow_second_trace(stuck), "batches": lambda step: jnp.ones(3 + (step >= 9))},
+        lambda stuck, where: {
+            "step": slow_second_trace(stuck),
+            "batches": lambda step: jnp.ones(3 + (step >= 9)),
+        },
     ),
     "save": ("saving step 20", lambda stuck, where: {"checkpoint_dir": Slow(where, stuck)}),
 }
@@ -259,7 +284,8 @@ def test_time_in_which_a_first_compilation_computes_counts_a_tenth(monkeypatch):
 
 
 def test_a_watch_that_is_interrupted_as_it_starts_ends(monkeypatch):
-    """Otherwise it would call a run a stall that has not begun, and `exit_secs` would end the process."""
+    """Otherwise it would call a run a stall that has not begun, and `exit_secs` would end the
+    process."""
     watches = []
 
     class Interrupted(Thread):
@@ -278,7 +304,11 @@ def test_a_watch_that_is_interrupted_as_it_starts_ends(monkeypatch):
 
 def test_a_run_that_is_not_watched_starts_no_thread(tmp_path):
     names = []
-    train(3, warn_secs=None, hooks=[jstep.every(1, lambda *_: names.extend(t.name for t in threading.enumerate()))])
+    train(
+        3,
+        warn_secs=None,
+        hooks=[jstep.every(1, lambda *_: names.extend(t.name for t in threading.enumerate()))],
+    )
     assert not [name for name in names if name.startswith("jstep-stall")]
 
 
@@ -286,12 +316,17 @@ def test_a_directory_that_cannot_be_written_is_one_warning(tmp_path, caplog):
     (tmp_path / "stalls").write_text("not a folder")
     with hang(2) as stuck:
         train(batches=once_at(stuck, 9), checkpoint_dir=tmp_path)
-    assert sum("the stall cannot be written" in record.getMessage() for record in caplog.records) == 1
-    first, second = (float(re.search(r"waiting for batch 9 for ([\d.]+) s", line)[1]) for line in stuck.lines[:2])
+    assert (
+        sum("the stall cannot be written" in record.getMessage() for record in caplog.records) == 1
+    )
+    first, second = (
+        float(re.search(r"waiting for batch 9 for ([\d.]+) s", line)[1]) for line in stuck.lines[:2]
+    )
     assert second >= 2 * first - 0.1, "a line at twice the age of the last one"
 
 
-# `StallHook(exit_secs=…)`: exit code 75, the stacks, and the state that is saved; and what is not a stall.
+# `StallHook(exit_secs=…)`: exit code 75, the stacks, and the state that is saved; and what is not a
+# stall.
 
 HANG = """
 import threading
@@ -308,9 +343,15 @@ def ended(script, directory):
 
 
 def test_it_ends_with_75_and_saves(tmp_path):
-    script = "train(30, lambda step: DATA[step] if step < 8 else stuck(), hooks=hooks, checkpoint_dir=directory)"
+    script = (
+        "train(30, lambda step: DATA[step] if step < 8 else stuck(), hooks=hooks, "
+        "checkpoint_dir=directory)"
+    )
     errors = ended(script, tmp_path)
-    assert re.search(r"process 0 of 1 \(host \S+\) has been waiting for batch 8 for [\d.]+ s", errors)
+    assert re.search(
+        r"process 0 of 1 \(host \S+\) has been waiting for batch 8 for [\d.]+ s",
+        errors,
+    )
     assert "ends with exit code 75" in errors
     assert "most recent call first" in errors  # faulthandler
     assert "step 8 is saved as model-8" in errors
@@ -335,7 +376,10 @@ train(30, Stuck(), hooks=hooks, checkpoint_dir=directory, save_checkpoint_secs=N
 """
     ended(script, tmp_path)
     assert (tmp_path / "stalls" / "model.0.json").exists()
-    same = "say(digest(train(30, Counted(), checkpoint_dir=directory)) == digest(train(30, Counted())))"
+    same = (
+        "say(digest(train(30, Counted(), "
+        "checkpoint_dir=directory)) == digest(train(30, Counted())))"
+    )
     assert end(start(same, tmp_path))[0] == "True\n"
     assert not (tmp_path / "stalls" / "model.0.json").exists()
 

@@ -45,9 +45,15 @@ class Counter(jstep.Hook):
 
 
 def train(last_step, where, *hooks, state=None, **options):
-    options = {"log_steps": None, "save_checkpoint_steps": 5, "save_checkpoint_secs": None} | options
+    options = {
+        "log_steps": None,
+        "save_checkpoint_steps": 5,
+        "save_checkpoint_secs": None,
+    } | options
     state = make_state() if state is None else state
-    return jstep.train(train_step, state, loader(), last_step, checkpoint_dir=where, hooks=hooks, **options)
+    return jstep.train(
+        train_step, state, loader(), last_step, checkpoint_dir=where, hooks=hooks, **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +93,12 @@ def test_the_trunk_is_needed_until_the_first_checkpoint_alone(tmp_path):
     train(4, tmp_path / "trunk")
     whole = train(9, tmp_path / "whole")
     with pytest.raises(KeyError):
-        train(9, tmp_path / "branch", jstep.every(7, raising(KeyError())), start_from=tmp_path / "trunk")
+        train(
+            9,
+            tmp_path / "branch",
+            jstep.every(7, raising(KeyError())),
+            start_from=tmp_path / "trunk",
+        )
     os.rename(tmp_path / "trunk", tmp_path / "gone")
     assert train(9, tmp_path / "branch", start_from=tmp_path / "trunk") == whole
 
@@ -121,16 +132,27 @@ def test_what_stopped_the_trunk_is_not_inherited_and_its_memory_is(tmp_path):
     stopped = train(40, tmp_path / "trunk", early(), Counter(), **options)
     assert int(stopped.global_step) < 40
     counter = Counter()
-    branch = train(40, tmp_path / "branch", early(), counter, start_from=tmp_path / "trunk", **options)
+    branch = train(
+        40, tmp_path / "branch", early(), counter, start_from=tmp_path / "trunk", **options
+    )
     assert int(branch.global_step) > int(stopped.global_step)
     assert counter.n == int(branch.global_step)
     again = train(60, tmp_path / "hook", Counter(stop_at=20), **options)
     assert int(again.global_step) == 20
-    assert int(train(30, tmp_path / "next", Counter(), start_from=tmp_path / "hook", **options).global_step) == 30
+    assert (
+        int(
+            train(
+                30, tmp_path / "next", Counter(), start_from=tmp_path / "hook", **options
+            ).global_step
+        )
+        == 30
+    )
 
 
 def test_a_branch_of_a_stopped_run_has_a_fresh_count_and_the_best_of_its_trunk(tmp_path):
-    losses = {5: 3.0, 10: 1.0, 15: 2.0, 20: 2.0, 25: 2.0, 30: 2.0, 35: 0.5, 40: 2.0, 45: 2.0, 50: 2.0}
+    losses = {
+        5: 3.0, 10: 1.0, 15: 2.0, 20: 2.0, 25: 2.0, 30: 2.0, 35: 0.5, 40: 2.0, 45: 2.0, 50: 2.0,
+    }  # fmt: skip
 
     def early(patience):
         stop = jstep.EarlyStopping("loss", patience=patience)
@@ -142,11 +164,13 @@ def test_a_branch_of_a_stopped_run_has_a_fresh_count_and_the_best_of_its_trunk(t
     trunk = tmp_path / "trunk" / "model-20"
     hook, stop = early(2)
     options = {"start_from": trunk, "save_checkpoint_steps": 100}
-    assert int(train(50, tmp_path / "branch", hook, **options).global_step) == 30  # 25 and 30 are no better
+    # 25 and 30 are no better.
+    assert int(train(50, tmp_path / "branch", hook, **options).global_step) == 30
     assert stop.best == 1.0
     assert int(train(50, tmp_path / "branch", early(2)[0]).global_step) == 30  # it stays stopped
     hook, stop = early(3)
-    assert int(train(50, tmp_path / "patient", hook, **options).global_step) == 50  # as 35 is better
+    # The run goes on, as 35 is better.
+    assert int(train(50, tmp_path / "patient", hook, **options).global_step) == 50
     hook, stop = early(2)  # before the trunk stopped, one evaluation of two was no better
     options["start_from"] = tmp_path / "trunk" / "model-15"
     assert int(train(50, tmp_path / "early", hook, **options).global_step) == 20
@@ -177,7 +201,10 @@ def test_a_checkpoint_of_the_same_name_is_another_one(tmp_path, caplog):
     for other in (tmp_path / "b", tmp_path / "b/model-10"):
         caplog.clear()
         train(17, tmp_path / "branch", start_from=other)
-        assert f"'{other}': is not read, as checkpoint_dir has checkpoints of this run, which began from" in caplog.text
+        assert (
+            f"'{other}': is not read, as checkpoint_dir has checkpoints of this run, "
+            "which began from"
+        ) in caplog.text
 
 
 @pytest.mark.thorough
@@ -214,7 +241,8 @@ def test_a_damaged_checkpoint_is_never_passed_over(tmp_path):
 
 
 class Living:
-    """A run in another directory, which replaces its newest checkpoint each time that a start reads it."""
+    """A run in another directory, which replaces its newest checkpoint each time that a start reads
+    it."""
 
     def __init__(self, where, monkeypatch, *, times, temporary=True):
         self.where, self.times, self.reads = where, times, []
@@ -241,13 +269,18 @@ def test_a_file_that_a_checkpoint_of_others_names_twice(tmp_path):
     file = tagged_json.ExternalBytes(b"x" * 100)
     named = {"$bytes": {"$file": "hooks.0"}}
     with jstep.Saver(tmp_path / "trunk") as saver:
-        saver.save(make_state(), CheckpointExtra({"run": "0123abcd", "hooks": [named, named]}, {"hooks.0": file}))
+        saver.save(
+            make_state(),
+            CheckpointExtra({"run": "0123abcd", "hooks": [named, named]}, {"hooks.0": file}),
+        )
     with pytest.raises(ValueError, match=r"'hooks\.0' is named more than once"):
         train(5, tmp_path / "branch", start_from=tmp_path / "trunk")
 
 
 @pytest.mark.parametrize(("temporary", "taken"), [(True, 10), (False, 12)])
-def test_the_newest_permanent_checkpoint_of_a_living_run_is_taken(temporary, taken, tmp_path, monkeypatch):
+def test_the_newest_permanent_checkpoint_of_a_living_run_is_taken(
+    temporary, taken, tmp_path, monkeypatch
+):
     train(10, tmp_path / "trunk")
     living = Living(tmp_path / "trunk", monkeypatch, times=1, temporary=temporary)
     Living.go_on(living, temporary)
@@ -255,14 +288,17 @@ def test_the_newest_permanent_checkpoint_of_a_living_run_is_taken(temporary, tak
     assert living.reads == [11, taken]
     with jstep.Saver(tmp_path / "branch") as saver:
         assert saver.extra(20)["parent"]["step"] == taken
-    assert [start["parent"]["step"] for start in read_starts(str(tmp_path / "branch"))["model"]] == [taken]
+    starts = read_starts(str(tmp_path / "branch"))["model"]
+    assert [start["parent"]["step"] for start in starts] == [taken]
 
 
 def test_a_newest_checkpoint_that_is_replaced_again_is_an_error(tmp_path, monkeypatch):
     train(10, tmp_path / "trunk")
     living = Living(tmp_path / "trunk", monkeypatch, times=2, temporary=False)
     Living.go_on(living, False)
-    with pytest.raises(jstep.CheckpointError, match="deleted or replaced while this run began from it"):
+    with pytest.raises(
+        jstep.CheckpointError, match="deleted or replaced while this run began from it"
+    ):
         train(20, tmp_path / "branch", start_from=tmp_path / "trunk")
 
 
@@ -280,7 +316,9 @@ def test_a_branch_with_damaged_checkpoints_is_the_error_of_any_run(lost, trunk, 
     train(20, tmp_path / "branch", start_from=trunk)
     for checkpoint in (tmp_path / "branch").glob("model-*"):
         for path in [path for path in checkpoint.rglob("*") if path.is_file()]:
-            if lost in str(path.relative_to(checkpoint)) or (lost[0] == "a" and path.name != "manifest.json"):
+            if lost in str(path.relative_to(checkpoint)) or (
+                lost[0] == "a" and path.name != "manifest.json"
+            ):
                 path.unlink()
     errors = []
     for options in ({"start_from": trunk}, {}):
@@ -301,7 +339,8 @@ def test_a_branch_whose_checkpoints_have_no_file_left_does_not_begin_again(trunk
         train(30, tmp_path / "branch", start_from=trunk)
 
 
-# Runs that begin with a state made from a checkpoint: `train(start_from=…)` with a state at that step.
+# Runs that begin with a state made from a checkpoint: `train(start_from=…)` with a state at that
+# step.
 
 
 def restored(where, step, rows=3):
@@ -335,7 +374,8 @@ def test_a_branch_begins_with_the_state_passed(given, steps_per_call, tmp_path, 
         branch = train(20, where, counter, state=grown(trunk, 10), **options)
     assert f"this run begins from {trunk}/model-10, with the state passed" in caplog.messages
     assert branch == continued(grown(trunk, 10), 20)
-    assert counter.n == 2 * before.n or (steps_per_call == "auto" and counter.n > before.n)  # the number of calls
+    # `n` is the number of calls.
+    assert counter.n == 2 * before.n or (steps_per_call == "auto" and counter.n > before.n)
     assert restored(where, 10, rows=5) == grown(trunk, 10)
     with jstep.Saver(where) as saver:
         parent = {"path": str(trunk / "model-10"), "step": 10}
@@ -350,7 +390,10 @@ def test_a_branch_begins_with_the_state_passed(given, steps_per_call, tmp_path, 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda where: restored(where, 5), "must be a checkpoint at the step of the state passed, 5, got one at"),
+        (
+            lambda where: restored(where, 5),
+            "must be a checkpoint at the step of the state passed, 5, got one at",
+        ),
         (lambda where: grown(where, 10).replace(global_step=0), "params/w"),
         (lambda where: jax.eval_shape(lambda state: state, grown(where, 10)), "params/w"),
     ],

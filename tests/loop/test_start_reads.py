@@ -50,7 +50,8 @@ def test_a_restart_reads_its_manifest_three_times_and_each_earlier_start_once(tm
         paths.clear()
     first = FirstStep(reads)
     train(6, checkpoint_dir=tmp_path, hooks=[first])
-    # To list it as complete, to open it, and to see that it is not replaced while its arrays are read.
+    # To list it as complete, to open it, and to see that it is not replaced while its arrays are
+    # read.
     assert len(first.seen["manifests"]) <= 3
     assert set(first.seen["manifests"]) == {"model-5"}
     records = [name for name in first.seen["starts"] if ".card." not in name]
@@ -74,7 +75,8 @@ def test_a_checkpoint_without_extra_is_read_beside_the_compilation(tmp_path, mon
 
 
 def test_a_save_that_ends_before_the_claim_gives_the_run_its_name(tmp_path, monkeypatch):
-    """A save of an earlier start may end after the look for the newest step. Its process has ended, too."""
+    """A save of an earlier start may end after the look for the newest step. Its process has ended,
+    too."""
     train(3, checkpoint_dir=tmp_path / "a")
     name = jstep.Saver(tmp_path / "a").extra()["run"]
     claim = jstep.Saver.claim
@@ -91,7 +93,8 @@ def test_a_save_that_ends_before_the_claim_gives_the_run_its_name(tmp_path, monk
 
 @pytest.mark.parametrize("is_ended", [True, False])
 def test_a_run_with_nothing_left_to_do_claims_nothing(is_ended, tmp_path, monkeypatch):
-    """Its claim of a bucket would wait for a writer that was killed. One that owes its end will save, and claims."""
+    """Its claim of a bucket would wait for a writer that was killed. One that owes its end will
+    save, and claims."""
     train(3, checkpoint_dir=tmp_path)
     claimed = []
     claim = jstep.Saver.claim

@@ -1,4 +1,5 @@
-"""Loaders with `state_dict` and `load_state_dict`: positions with all kinds of values are saved and restored."""
+"""Loaders with `state_dict` and `load_state_dict`: positions with all kinds of values are saved and
+restored."""
 
 import json
 import logging
@@ -44,7 +45,9 @@ def test_a_killed_run_resumes_identically(tmp_path, kind, steps_per_call, caplog
     }
     uninterrupted = jstep.train(STEP, state(), Stateful(40, *kind), 20, progress=False)
     with pytest.raises(RuntimeError, match="failed at"):
-        jstep.train(STEP, state(), Stateful(40, *kind), 20, hooks=[Calls(fail=("step", 9))], **options)
+        jstep.train(
+            STEP, state(), Stateful(40, *kind), 20, hooks=[Calls(fail=("step", 9))], **options
+        )
     loader, seen = Stateful(40, *kind), Calls()
     resumed = jstep.train(STEP, state(), loader, 20, hooks=[seen], **options)
     assert float(resumed.params["w"]) == float(uninterrupted.params["w"])
@@ -53,7 +56,9 @@ def test_a_killed_run_resumes_identically(tmp_path, kind, steps_per_call, caplog
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("batches", [StatefulIterable, Positioned, Stateful], ids=["iterator", "get_state", "loader"])
+@pytest.mark.parametrize(
+    "batches", [StatefulIterable, Positioned, Stateful], ids=["iterator", "get_state", "loader"]
+)
 def test_the_state_of_a_loader_or_of_its_iterator(batches):
     source = open_source(batches(), 0, 100, is_saved=True, next_save=lambda number: number)
     assert [next(source.items) for _ in range(3)] == [0, 10, 20]
@@ -67,11 +72,17 @@ def test_a_state_that_cannot_be_saved_names_the_loader(tmp_path):
         return Stateful(make=lambda at: {"lock": threading.Lock()})
 
     calls = Calls()
-    words = r"the position of the Stateful cannot be saved: state\['lock'\] is .* type .*; convert it, see docs"
+    words = (
+        r"the position of the Stateful cannot be saved: "
+        r"state\['lock'\] is .* type .*; convert it, see docs"
+    )
     with pytest.raises(TypeError, match=words):
-        jstep.train(STEP, state(), make(), 5, hooks=[calls], checkpoint_dir=tmp_path, progress=False)
+        jstep.train(
+            STEP, state(), make(), 5, hooks=[calls], checkpoint_dir=tmp_path, progress=False
+        )
     assert not calls.steps()
-    jstep.train(STEP, state(), make(), 5, progress=False)  # without checkpoints, the state is not requested
+    # Without checkpoints, the state is not requested.
+    jstep.train(STEP, state(), make(), 5, progress=False)
 
 
 def test_a_loader_with_only_one_of_the_methods_warns(caplog):
@@ -105,7 +116,8 @@ def test_which_objects_are_loaders_with_a_position():
 
     assert numbers(Model(), 0, 3) == [0, 1, 2]
 
-    class DataSet(Stateful):  # like data sets of MosaicML and litdata, whose loaders keep the position
+    class DataSet(Stateful):
+        # As in data sets of MosaicML and litdata, whose loaders keep the position.
         def state_dict(self, samples, from_beginning):
             raise AssertionError
 

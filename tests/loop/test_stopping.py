@@ -19,10 +19,13 @@ def kill(number, at=5):
 
 
 def test_a_limit_that_is_over_when_the_run_begins(tmp_path):
-    """Devices may take longer to start. The handlers of before are there again: later signals must not be ignored."""
+    """Devices may take longer to start. The handlers of before are there again: later signals must
+    not be ignored."""
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     for _ in range(5):
-        with pytest.raises(jstep.Preempted, match="stop_secs stopped the run before its first step") as caught:
+        with pytest.raises(
+            jstep.Preempted, match="stop_secs stopped the run before its first step"
+        ) as caught:
             train(50, checkpoint_dir=tmp_path, stop_secs=1e-9)
         assert jstep.global_step(caught.value.state) == 0
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
@@ -115,7 +118,8 @@ def test_the_limit_counts_from_the_call_of_run(monkeypatch):
 
 
 def test_a_limit_of_centuries_is_none():
-    assert jstep.global_step(train(6, stop_secs=1e12)) == 6  # an error in a thread would be a warning here
+    # An error in a thread would be a warning here.
+    assert jstep.global_step(train(6, stop_secs=1e12)) == 6
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -124,7 +128,10 @@ def test_handlers_in_a_forked_process():
 
     def child(*_):
         if os.fork() == 0:
-            names = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)]
+            names = [
+                signal.getsignal(n)
+                for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+            ]
             os.write(write, repr([n == own for n, own in zip(names, mine, strict=True)]).encode())
             os._exit(0)
         os.wait()
@@ -135,7 +142,9 @@ def test_handlers_in_a_forked_process():
     mine = [own, signal.getsignal(signal.SIGINT), signal.SIG_DFL, signal.SIG_DFL]
     handler = signal.signal(signal.SIGTERM, own)
     try:
-        train(2, hooks=[jstep.every(2, lambda *_: train(2, hooks=[jstep.every(2, child)]) and None)])
+        train(
+            2, hooks=[jstep.every(2, lambda *_: train(2, hooks=[jstep.every(2, child)]) and None)]
+        )
     finally:
         signal.signal(signal.SIGTERM, handler)
     assert os.read(read, 100) == b"[True, True, True, True]"
@@ -148,7 +157,10 @@ def test_an_evaluation_at_the_start(tmp_path):
         hook = jstep.EvaluationHook(
             lambda state: {"x": 1.0},
             every_n_steps=2,
-            callbacks=[lambda step, *_: seen.append(step), jstep.EarlyStopping("x", patience=2, mode="max")],
+            callbacks=[
+                lambda step, *_: seen.append(step),
+                jstep.EarlyStopping("x", patience=2, mode="max"),
+            ],
             at_start=True,
             **kwargs,
         )
@@ -156,6 +168,7 @@ def test_an_evaluation_at_the_start(tmp_path):
         train(last, hooks=[hook], checkpoint_dir=tmp_path)
         return list(hook.results), seen
 
-    assert run(4) == ([0, 2, 4], [0, 2, 4])  # off the cadence: early stopping counts 2 as the first one
+    # Off the cadence, early stopping counts 2 as the first one.
+    assert run(4) == ([0, 2, 4], [0, 2, 4])
     assert run(8) == ([6], [6])
     assert run(8) == ([6], [])

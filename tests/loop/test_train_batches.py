@@ -51,14 +51,17 @@ def test_all_sources_give_an_identical_run(name, steps_per_call):
 
 @pytest.mark.thorough(except_for=["1-bytes position"])
 @pytest.mark.parametrize(
-    "name", ["indexed", "list", "function", "iterator of batches", "position", "bytes position", "slow"]
+    "name",
+    ["indexed", "list", "function", "iterator of batches", "position", "bytes position", "slow"],
 )
 @pytest.mark.parametrize("steps_per_call", [1, 5])
 def test_all_sources_with_a_position_resume(name, steps_per_call, tmp_path):
     kwargs = {"checkpoint_dir": tmp_path, "steps_per_call": steps_per_call}
     train(7, SOURCES[name](), **kwargs)
     state = train(14, SOURCES[name](), **kwargs)
-    uninterrupted = train(14, SOURCES[name](), steps_per_call=steps_per_call, hooks=[Calls(every_n=7)])
+    uninterrupted = train(
+        14, SOURCES[name](), steps_per_call=steps_per_call, hooks=[Calls(every_n=7)]
+    )
     assert same(state, uninterrupted)
 
 
@@ -72,7 +75,14 @@ def test_an_iterator_from_a_step_resumes_where_it_stopped(tmp_path):
         return jstep.increment_global_step(state), {}
 
     for last_step in (3, 6):
-        jstep.train(step, make_state(), data.from_step(10), last_step, checkpoint_dir=tmp_path, progress=False)
+        jstep.train(
+            step,
+            make_state(),
+            data.from_step(10),
+            last_step,
+            checkpoint_dir=tmp_path,
+            progress=False,
+        )
     assert seen == [10, 11, 12, 13, 14, 15]
 
 
@@ -85,7 +95,8 @@ def test_a_loader_that_rejects_its_position_is_named(tmp_path):
     with pytest.raises(KeyError, match="epoch") as error:
         train(7, Refuses(), checkpoint_dir=tmp_path)
     assert any(
-        "Refuses did not accept the position in the checkpoint of step 5" in note for note in error.value.__notes__
+        "Refuses did not accept the position in the checkpoint of step 5" in note
+        for note in error.value.__notes__
     )
 
 
@@ -104,7 +115,10 @@ def test_a_stop_iteration_in_a_function_of_the_step_is_an_error(kind, tmp_path):
             return batch(step)
 
     batches = {"function": batch, "indexed": Indexed()}[kind]
-    with pytest.raises(RuntimeError, match=r"StopIteration was raised for step 3.*jstep\.OutOfRangeError") as raised:
+    with pytest.raises(
+        RuntimeError,
+        match=r"StopIteration was raised for step 3.*jstep\.OutOfRangeError",
+    ) as raised:
         train(10, batches, checkpoint_dir=tmp_path)
     assert isinstance(raised.value.__cause__, StopIteration)
     assert raised.value.state.global_step == 3
@@ -142,7 +156,8 @@ def test_an_out_of_range_error_with_a_cause_is_an_error():
 def test_empty_batches_are_an_error():
     calls = Calls()
     with pytest.raises(
-        ValueError, match=r"batches: there is no batch for step 0, the first of this run \(last_step=5\)"
+        ValueError,
+        match=r"batches: there is no batch for step 0, the first of this run \(last_step=5\)",
     ) as raised:
         train(5, [], hooks=[calls])
     assert "batch 0" not in "".join(raised.value.__notes__)
@@ -182,7 +197,9 @@ class PythonCalls(jstep.Hook):
         self.before = sys.getprofile()
 
     def called(self, frame, event, arg):
-        self.count += event == "call" and frame.f_code.co_filename.startswith(os.path.dirname(jstep.__file__))
+        self.count += event == "call" and frame.f_code.co_filename.startswith(
+            os.path.dirname(jstep.__file__)
+        )
 
     def next_due(self, step):
         return next((at for at in (self.begin_at, self.end_at) if at > step), 2**62)
@@ -191,11 +208,14 @@ class PythonCalls(jstep.Hook):
 @pytest.mark.thorough(except_for=["True-26"])
 @pytest.mark.parametrize(("on_device", "bound"), [(False, 28), (True, 26)])
 def test_a_step_makes_no_more_calls_than_it_did(on_device, bound, request):
-    """Each costs some tenths of a microsecond, which no bound on a ratio of noisy times has noticed."""
+    """Each costs some tenths of a microsecond, which no bound on a ratio of noisy times has
+    noticed."""
     request.addfinalizer(functools.partial(sys.setprofile, sys.getprofile()))
     batch = np.ones((8, 4), np.float32), np.arange(8)
     batch = jax.device_put(batch) if on_device else batch
-    step = jstep.minimize(lambda params, x, y: jnp.sum(params["w"] ** 2) * x.mean() - y.mean(), OPTIMIZER)
+    step = jstep.minimize(
+        lambda params, x, y: jnp.sum(params["w"] ** 2) * x.mean() - y.mean(), OPTIMIZER
+    )
     calls = PythonCalls()
     train(50, lambda step: batch, [calls], step=step, log_steps=None)
     assert 0 < calls.count / 20 <= bound
@@ -212,10 +232,14 @@ def test_a_step_makes_no_more_calls_than_it_did(on_device, bound, request):
 def test_an_iteration_with_a_body_makes_no_more_calls_than_it_did(makes_batches, request):
     request.addfinalizer(functools.partial(sys.setprofile, sys.getprofile()))
     batch = jax.device_put((np.ones((8, 4), np.float32), np.arange(8)))
-    step_fn = jstep.minimize(lambda params, x, y: jnp.sum(params["w"] ** 2) * x.mean() - y.mean(), OPTIMIZER)
+    step_fn = jstep.minimize(
+        lambda params, x, y: jnp.sum(params["w"] ** 2) * x.mean() - y.mean(), OPTIMIZER
+    )
     calls = PythonCalls()
     batches = None if makes_batches else lambda step: batch
-    with jstep.Run(step_fn, make_state(), batches, 50, hooks=[calls], log_steps=None, progress=False) as run:
+    with jstep.Run(
+        step_fn, make_state(), batches, 50, hooks=[calls], log_steps=None, progress=False
+    ) as run:
         for _ in run:
             if makes_batches:
                 run.train_step(*batch)
@@ -225,7 +249,9 @@ def test_an_iteration_with_a_body_makes_no_more_calls_than_it_did(makes_batches,
 def test_a_start_from_a_checkpoint_makes_no_more_calls_than_it_did(request, tmp_path):
     """For 100 leaves, with the read of the checkpoint and the trace of the step."""
     request.addfinalizer(functools.partial(sys.setprofile, sys.getprofile()))
-    step = jstep.minimize(lambda params, x: sum(jnp.sum(w**2) for w in params.values()) * x.mean(), OPTIMIZER)
+    step = jstep.minimize(
+        lambda params, x: sum(jnp.sum(w**2) for w in params.values()) * x.mean(), OPTIMIZER
+    )
     slots = len(OPTIMIZER.init({"w": jnp.zeros(())}))
     calls = PythonCalls()
     for last_step in (2, 4):
@@ -234,11 +260,19 @@ def test_a_start_from_a_checkpoint_makes_no_more_calls_than_it_did(request, tmp_
         calls.count = 0
         sys.setprofile(calls.called)
         first = jstep.every(1, lambda *_: sys.setprofile(None))
-        train(last_step, lambda _: np.ones(4, np.float32), [first], step=step, state=state, checkpoint_dir=tmp_path)
+        train(
+            last_step,
+            lambda _: np.ones(4, np.float32),
+            [first],
+            step=step,
+            state=state,
+            checkpoint_dir=tmp_path,
+        )
     assert 100 <= calls.count <= 15_000
 
 
-# `train`: runs are identical whether the loop reads the batches or a thread does, and however often that changes.
+# `train`: runs are identical whether the loop reads the batches or a thread does, and however often
+# that changes.
 
 UNDECIDED = 7
 """The number of the first batch that a thread reads, if one starts."""
@@ -296,7 +330,9 @@ def test_a_signal_loses_no_batch(way, number, tmp_path):
 
 def test_the_contexts_of_the_caller(way):
     seen = set()
-    source = Watched(dict.fromkeys(range(40), lambda: seen.add(jax.config.jax_transfer_guard_host_to_device)))
+    source = Watched(
+        dict.fromkeys(range(40), lambda: seen.add(jax.config.jax_transfer_guard_host_to_device))
+    )
     state = make_state()
     with jax.transfer_guard("disallow"):
         ended = train(40, source, state=state)
@@ -327,12 +363,15 @@ def test_train_passes_one_argument(steps_per_call, tmp_path):
     for n in range(6):
         by_hand, _ = step(by_hand, batch(n))
     for last in (3, 6):
-        state = train(last, batch, step=step, checkpoint_dir=tmp_path, steps_per_call=steps_per_call)
+        state = train(
+            last, batch, step=step, checkpoint_dir=tmp_path, steps_per_call=steps_per_call
+        )
     np.testing.assert_allclose(state.params["w"], by_hand.params["w"], rtol=1e-6)
 
 
 class Rows:
-    """A data set of rows, as those of Hugging Face and PyTorch are: a length and items, perhaps an iterator."""
+    """A data set of rows, as those of Hugging Face and PyTorch are: a length and items, perhaps an
+    iterator."""
 
     def __init__(self, row):
         self.row = row
@@ -374,7 +413,10 @@ ROW, BATCH = {"x": np.ones((28, 28)), "y": np.int64(3)}, {"x": np.ones((4, 2)), 
     ids=lambda batches: f"{type(batches).__name__} of {getattr(batches, 'row', None)}"[:40],
 )
 def test_rows_given_as_batches_are_refused(batches):
-    with pytest.raises(ValueError, match=r"no common first axis: for rows give jstep\.batches\(dataset, batch_size\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"no common first axis: for rows give jstep\.batches\(dataset, batch_size\)",
+    ):
         train(3, batches)
 
 
@@ -383,10 +425,21 @@ def test_rows_given_as_batches_are_refused(batches):
     [
         (TokenDataset(BATCH), 1),
         (Rows(BATCH), 0),
-        *((items, 0) for items in ([BATCH] * 9, [1] * 9, [{"x": jnp.float32(1)}] * 9, ([1.0, 2.0],) * 9, [ROW] * 9)),
+        *(
+            (items, 0)
+            for items in (
+                [BATCH] * 9,
+                [1] * 9,
+                [{"x": jnp.float32(1)}] * 9,
+                ([1.0, 2.0],) * 9,
+                [ROW] * 9,
+            )
+        ),
     ],
 )
-def test_rows_that_may_be_batches_are_warned_about_if_their_class_is_a_dataset(batches, warned, caplog):
+def test_rows_that_may_be_batches_are_warned_about_if_their_class_is_a_dataset(
+    batches, warned, caplog
+):
     def step(state, batch):
         return jstep.increment_global_step(state), {}
 

@@ -24,22 +24,27 @@ def test_saves_during_the_run_and_at_the_end(tmp_path):
 
 @pytest.mark.thorough(except_for=["0-event0", "0.0005-event1"])
 @pytest.mark.parametrize(
-    "event", [("begin", 0), ("first", 1), ("step", 1), ("step", 5), ("step", 6), ("save", 6), ("end", 8), ("close",)]
-)
+    "event",
+    [
+        ("begin", 0), ("first", 1), ("step", 1), ("step", 5), ("step", 6), ("save", 6), ("end", 8),
+        ("close",),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("slow", [0, 0.0005])
 def test_a_hook_that_raises_leaves_the_last_checkpoint(event, slow, tmp_path):
     calls, other = Calls(fail=event), Calls()
     with pytest.raises(RuntimeError, match="failed at"):
         train(
-            8, Counted(slow=slow), hooks=[other, calls], checkpoint_dir=tmp_path / "c", save_checkpoint_steps=3,
-            logdir=tmp_path / "l", save_summaries_steps=2,
+            8, Counted(slow=slow), hooks=[other, calls], checkpoint_dir=tmp_path / "c",
+            save_checkpoint_steps=3, logdir=tmp_path / "l", save_summaries_steps=2,
         )  # fmt: skip
     assert other.seen[-1] == calls.seen[-1] == ("close",)
     assert other.steps("end") == ([8] if event[0] in ("end", "close") else [])
     saver = jstep.Saver(tmp_path / "c")
     # Nothing of the iteration in which the hook failed.
     in_step = {1: None, 5: 3, 6: 3}.get(event[-1])
-    last = {"begin": None, "first": None, "step": in_step, "save": 3, "end": 8, "close": 8}[event[0]]
+    steps = {"begin": None, "first": None, "step": in_step, "save": 3, "end": 8, "close": 8}
+    last = steps[event[0]]
     assert saver.latest_step() == last
     if last is not None:
         assert same(saver.restore(make_state()), by_hand(last))
@@ -57,7 +62,9 @@ def test_fail_on_nan_loss_false_ends_the_run_without_saving(every_n_steps, tmp_p
 
     calls = Calls()
     hook = jstep.NanLossHook(every_n_steps=every_n_steps, fail_on_nan_loss=False)
-    state = train(100, batches, hooks=[hook, calls], checkpoint_dir=tmp_path, save_checkpoint_steps=4)
+    state = train(
+        100, batches, hooks=[hook, calls], checkpoint_dir=tmp_path, save_checkpoint_steps=4
+    )
     assert 9 <= jstep.global_step(state) <= 15
     assert calls.steps("end") == [jstep.global_step(state)]
     assert jstep.Saver(tmp_path).all_steps() == [4, 8]

@@ -12,7 +12,9 @@ from comparisons import bits
 import jstep
 
 LABELS = {"lora": jstep.adamw(1e-2)}
-OPTIMIZER = jstep.partition(LABELS, labels=lambda path, leaf: "lora" if path.startswith("lora/") else None)
+OPTIMIZER = jstep.partition(
+    LABELS, labels=lambda path, leaf: "lora" if path.startswith("lora/") else None
+)
 
 
 def loss_fn(params, x):
@@ -34,13 +36,17 @@ def batches(step):
 def train(directory, last_step, initial=None, leave_out="base/*", **options):
     with jstep.Saver(directory, leave_out=leave_out) as saver:
         initial = state() if initial is None else initial
-        return jstep.train(STEP, initial, batches, last_step, checkpoint_dir=saver, progress=False, **options)
+        return jstep.train(
+            STEP, initial, batches, last_step, checkpoint_dir=saver, progress=False, **options
+        )
 
 
 def leaves(path):
     with open(os.path.join(path, "manifest.json")) as file:
         manifest = json.load(file)
-    return {leaf["path"] for leaf in manifest["leaves"]}, {leaf["path"] for leaf in manifest.get("left_out", ())}
+    return {leaf["path"] for leaf in manifest["leaves"]}, {
+        leaf["path"] for leaf in manifest.get("left_out", ())
+    }
 
 
 @pytest.mark.parametrize("leave_out", ["base/*", "frozen"])
@@ -49,7 +55,9 @@ def test_resume_is_bitwise(leave_out, tmp_path, caplog):
     best = jstep.KeepBest(tmp_path / "best", "loss")
     hooks = [jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=5, callbacks=[best])]
     train(tmp_path / "run", 5, leave_out=leave_out, hooks=hooks)
-    assert bits(train(tmp_path / "run", 12, leave_out=leave_out, hooks=hooks)) == bits(uninterrupted)
+    assert bits(train(tmp_path / "run", 12, leave_out=leave_out, hooks=hooks)) == bits(
+        uninterrupted
+    )
     saved, absent = leaves(tmp_path / "run" / "model-12")
     assert absent == leaves(tmp_path / "best" / "best-5")[1] == {"params/base/w"}
     assert not any("base" in path for path in saved)
@@ -73,7 +81,12 @@ ALL = {"params/base/w", "params/lora/a"}
     [
         (SGD, {"params/base/w"}),
         (jstep.chain(jstep.scale_by_adam(), SGD), {"params/base/w"}),
-        (jstep.skip_nonfinite(jstep.master_weights(jstep.partition({"x": OPTIMIZER}, lambda path, leaf: "x"))), None),
+        (
+            jstep.skip_nonfinite(
+                jstep.master_weights(jstep.partition({"x": OPTIMIZER}, lambda path, leaf: "x"))
+            ),
+            None,
+        ),
         (jstep.adam(), set()),
     ],
     ids=["no slots", "chain", "wrapped", "nothing"],
@@ -97,7 +110,8 @@ def test_what_is_frozen_must_be_known(tmp_path):
         for unknown in (made, {"params": state().params, "global_step": jnp.int32(3)}):
             for call in (saver.claim, saver.save):
                 with pytest.raises(
-                    ValueError, match=r"leave_out='frozen': the state must come from TrainState\.create"
+                    ValueError,
+                    match=r"leave_out='frozen': the state must come from TrainState\.create",
                 ):
                     call(unknown)
     named = {"frozen": jnp.ones(2), "head": jnp.ones(2)}

@@ -28,7 +28,9 @@ def test_lines_are_shown_without_logging_configuration(capsys, monkeypatch):
     assert "steps/s)" in lines[1]
 
 
-@pytest.mark.parametrize("kwargs", [{"progress": False, "log_steps": 1}, {"progress": None, "log_steps": None}])
+@pytest.mark.parametrize(
+    "kwargs", [{"progress": False, "log_steps": 1}, {"progress": None, "log_steps": None}]
+)
 def test_nothing_is_printed_without_progress_or_log_steps(capsys, kwargs, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     train(4, **kwargs)
@@ -77,9 +79,18 @@ def test_summaries_created_in_the_step(tmp_path):
     step = jstep.minimize(loss, OPTIMIZER, has_aux=True)
     for steps_per_call in (1, 3):
         logdir = tmp_path / str(steps_per_call)
-        train(6, step=step, logdir=logdir, save_summaries_steps=3, log_steps=None, steps_per_call=steps_per_call)
+        train(
+            6,
+            step=step,
+            logdir=logdir,
+            save_summaries_steps=3,
+            log_steps=None,
+            steps_per_call=steps_per_call,
+        )
         (name,) = (name for name in os.listdir(logdir) if name != "starts")
-        events = [(e.step, v.tag) for e in summary_iterator(str(logdir / name)) for v in e.summary.value]
+        events = [
+            (e.step, v.tag) for e in summary_iterator(str(logdir / name)) for v in e.summary.value
+        ]
         assert [step for step, tag in events if tag == "weights"] == [3, 6]
         assert [step for step, tag in events if tag == "loss"] == [3, 6]
 
@@ -90,6 +101,10 @@ def test_the_config_is_written_for_the_tab_of_hyperparameters(tmp_path):
 
     train(1, logdir=tmp_path, log_steps=None, config={"rate": 0.1, "sizes": [2, 3]})
     (name,) = (name for name in os.listdir(tmp_path) if name != "starts")
-    values = [value for event in summary_iterator(str(tmp_path / name)) for value in event.summary.value]
-    (content,) = (v.metadata.plugin_data.content for v in values if v.tag == "_hparams_/session_start_info")
+    values = [
+        value for event in summary_iterator(str(tmp_path / name)) for value in event.summary.value
+    ]
+    (content,) = (
+        v.metadata.plugin_data.content for v in values if v.tag == "_hparams_/session_start_info"
+    )
     assert [text in content for text in (b"rate", b"[2, 3]")] == [True, True]

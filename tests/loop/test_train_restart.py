@@ -26,7 +26,10 @@ def test_a_restart_reports_the_hook_that_stopped_the_run(tmp_path, caplog):
         train(20, hooks=[stop_hook()], checkpoint_dir=tmp_path)
     lines = [line for line in messages(caplog) if "nothing left to run" in line]
     assert len(lines) == 2
-    assert all("StopAtStepHook stopped it at step 5" in line and "EarlyStopping(reset=True)" in line for line in lines)
+    assert all(
+        "StopAtStepHook stopped it at step 5" in line and "EarlyStopping(reset=True)" in line
+        for line in lines
+    )
     caplog.clear()
     assert jstep.global_step(train(20, checkpoint_dir=tmp_path)) == 20
     assert any("StopAtStepHook stopped this run at step 5" in line for line in messages(caplog))
@@ -52,9 +55,15 @@ class StaysConverged(Converged):
 @pytest.mark.thorough(except_for=["<lambda>-steps0", "StaysConverged-steps2"])
 @pytest.mark.parametrize(
     ("make", "steps"),
-    [(lambda: jstep.every(1, Converged().after_step), [5, 6, 7]), (Converged, [5, 6, 7]), (StaysConverged, [5, 5, 5])],
+    [
+        (lambda: jstep.every(1, Converged().after_step), [5, 6, 7]),
+        (Converged, [5, 6, 7]),
+        (StaysConverged, [5, 5, 5]),
+    ],
 )
-def test_a_run_that_a_hook_stopped_runs_one_more_step_unless_the_hook_remembers(make, steps, tmp_path):
+def test_a_run_that_a_hook_stopped_runs_one_more_step_unless_the_hook_remembers(
+    make, steps, tmp_path
+):
     ends = [jstep.global_step(train(20, hooks=[make()], checkpoint_dir=tmp_path)) for _ in range(3)]
     assert ends == steps
 
@@ -83,8 +92,17 @@ def test_an_edited_held_hyperparameter_is_a_warning(tmp_path, caplog):
         optimizer = jstep.gradient_descent(jstep.held("learning_rate", rate))
         step = jstep.minimize(lambda params, x: jnp.sum(params["w"]) * x, optimizer)
         state = shapes(lambda: jstep.TrainState.create({"w": jnp.ones(2)}, optimizer))
-        half = jstep.every(2, lambda step, state, m: jstep.set_hyperparameter(state, "learning_rate", 0.05))
-        return train(last, lambda n: np.float32(1), step=step, state=state, checkpoint_dir=tmp_path, hooks=[half])
+        half = jstep.every(
+            2, lambda step, state, m: jstep.set_hyperparameter(state, "learning_rate", 0.05)
+        )
+        return train(
+            last,
+            lambda n: np.float32(1),
+            step=step,
+            state=state,
+            checkpoint_dir=tmp_path,
+            hooks=[half],
+        )
 
     caplog.set_level(logging.WARNING)
     run(0.1, 4)
@@ -103,7 +121,9 @@ def test_the_directory_is_claimed_before_anything_is_restored(tmp_path, monkeypa
     for owner, name in ((jstep.Saver, "claim"), (OpenCheckpoint, "restore")):
         real = getattr(owner, name)
         monkeypatch.setattr(
-            owner, name, lambda self, *a, real=real, name=name, **k: order.append(name) or real(self, *a, **k)
+            owner,
+            name,
+            lambda self, *a, real=real, name=name, **k: order.append(name) or real(self, *a, **k),
         )
     train(6, checkpoint_dir=tmp_path)
     assert order[:2] == ["claim", "restore"]
@@ -128,7 +148,10 @@ def test_a_last_step_before_the_newest_checkpoint_is_a_warning(tmp_path, caplog)
     caplog.set_level(logging.INFO)
     assert train(5, checkpoint_dir=tmp_path).global_step == 10
     (line,) = messages(caplog, logging.WARNING)
-    assert line == ("last_step=5: the run is already at step 10; there is nothing left to run. Give a larger last_step")
+    assert line == (
+        "last_step=5: the run is already at step 10; "
+        "there is nothing left to run. Give a larger last_step"
+    )
 
 
 def other_run(kind):
@@ -139,7 +162,9 @@ def other_run(kind):
     def loss_fn(params, batch):
         return sum(jnp.sum(leaf) for leaf in params.values()) * jnp.sum(batch["x"])
 
-    return jstep.minimize(loss_fn, optimizer), jstep.TrainState.create(params, optimizer, **statistics)
+    return jstep.minimize(loss_fn, optimizer), jstep.TrainState.create(
+        params, optimizer, **statistics
+    )
 
 
 OTHERS = {
@@ -163,7 +188,9 @@ def test_another_model_or_optimizer_in_an_old_directory_is_named_before_anything
     step, state = other_run(kind)
     if is_abstract:
         state = jax.eval_shape(lambda: state)
-    with pytest.raises(ValueError, match=f"^checkpoint_dir: model-3 was saved by a run with {OTHERS[kind]}") as error:
+    with pytest.raises(
+        ValueError, match=f"^checkpoint_dir: model-3 was saved by a run with {OTHERS[kind]}"
+    ) as error:
         train(6, state=state, step=step, checkpoint_dir=tmp_path)
     text = str(error.value)
     assert "give a new run another checkpoint_dir, see docs: help/errors#another-run" in text

@@ -1,4 +1,5 @@
-"""`train` saves the last complete state when a run fails, and the error reports the step and the cause."""
+"""`train` saves the last complete state when a run fails, and the error reports the step and the
+cause."""
 
 import asyncio
 import math
@@ -41,9 +42,17 @@ def note_of(error):
 
 
 FAILURES = {
-    "loader": (lambda: {"batches": raising(OSError("no shard"))}, OSError, "with batch 4, while batch 5 was fetched"),
-    "wrong batch": (lambda: {"batches": wrong_batch}, TypeError, "while running the step on batch 5"),
-}  # fmt: skip
+    "loader": (
+        lambda: {"batches": raising(OSError("no shard"))},
+        OSError,
+        "with batch 4, while batch 5 was fetched",
+    ),
+    "wrong batch": (
+        lambda: {"batches": wrong_batch},
+        TypeError,
+        "while running the step on batch 5",
+    ),
+}
 
 
 @pytest.mark.thorough(except_for="each value once")
@@ -64,8 +73,12 @@ def test_the_last_state_is_in_the_exception_and_saved(name, saves, tmp_path):
         assert same(train(12, checkpoint_dir=tmp_path), by_hand(12))
 
 
-LEAVES = {"an error": KeyError("no"), "ctrl-c in a library": KeyboardInterrupt(), "an exit": SystemExit(3),
-          "a cancelled task": asyncio.CancelledError()}  # fmt: skip
+LEAVES = {
+    "an error": KeyError("no"),
+    "ctrl-c in a library": KeyboardInterrupt(),
+    "an exit": SystemExit(3),
+    "a cancelled task": asyncio.CancelledError(),
+}
 
 
 @pytest.mark.parametrize("name", LEAVES)
@@ -75,10 +88,17 @@ def test_what_leaves_a_hook_saves_nothing_of_its_iteration(name, tmp_path, caplo
         train(12, hooks=hook_failing(error), checkpoint_dir=tmp_path, save_checkpoint_steps=2)
     assert same(caught.value.state, by_hand(5))
     note = note_of(caught.value)
-    assert re.search(r"at step 5, after the update with batch 4, in every\(5, .*\).after_step", note)
-    assert "is not saved, because the iteration has not ended; a restart resumes from model-4, " in note
+    assert re.search(
+        r"at step 5, after the update with batch 4, in every\(5, .*\).after_step",
+        note,
+    )
+    assert (
+        "is not saved, because the iteration has not ended; a restart resumes from model-4, "
+    ) in note
     # Python shows the notes of the others.
-    lines = [record.getMessage() for record in caplog.records if "ends the run" in record.getMessage()]
+    lines = [
+        record.getMessage() for record in caplog.records if "ends the run" in record.getMessage()
+    ]
     assert lines == ([] if name in ("an error", "ctrl-c in a library") else [
         f"{type(error).__name__} ends the run {note.removeprefix('jstep: ')}"
     ])  # fmt: skip
@@ -92,7 +112,10 @@ def test_the_batch_that_does_not_fit_is_named_also_in_a_call_of_several(tmp_path
 
     with pytest.raises(TypeError) as caught:
         train(12, batches, steps_per_call=3, checkpoint_dir=tmp_path)
-    assert "at step 6, after the update with batch 5, while running the step on batch 6;" in note_of(caught.value)
+    assert (
+        "at step 6, after the update with batch 5, while running the step on batch 6;"
+        in note_of(caught.value)
+    )
     assert jstep.Saver(tmp_path).latest_step() == 6
 
 
@@ -129,8 +152,17 @@ def test_the_note_names_the_hook_that_failed_first_not_one_whose_numbers_were_de
         raise KeyError("no")
 
     with pytest.raises(KeyError) as caught:
-        train(12, hooks=[jstep.every(5, fail), jstep.MetricsHook(doubles.raising(OSError("also")), every_n_steps=5)])
-    assert any(text.startswith("Additionally, OSError: also\nraised by the `write`") for text in caught.value.__notes__)
+        train(
+            12,
+            hooks=[
+                jstep.every(5, fail),
+                jstep.MetricsHook(doubles.raising(OSError("also")), every_n_steps=5),
+            ],
+        )
+    assert any(
+        text.startswith("Additionally, OSError: also\nraised by the `write`")
+        for text in caught.value.__notes__
+    )
     assert "in every(5, " in note_of(caught.value)
 
 
@@ -149,8 +181,12 @@ def test_a_donated_state_is_reported_as_lost():
 
 
 @pytest.mark.parametrize("has_log", [False, True])
-def test_a_bad_loss_within_the_last_call_prevents_a_save_whether_or_not_a_log_has_its_mean(has_log, tmp_path):
-    step = jstep.minimize(lambda params, x: jnp.sum(params["w"] ** 2) + jax.lax.stop_gradient(x), jstep.sgd(0.1))
+def test_a_bad_loss_within_the_last_call_prevents_a_save_whether_or_not_a_log_has_its_mean(
+    has_log, tmp_path
+):
+    step = jstep.minimize(
+        lambda params, x: jnp.sum(params["w"] ** 2) + jax.lax.stop_gradient(x), jstep.sgd(0.1)
+    )
     state = jstep.TrainState.create({"w": jnp.ones(2)}, jstep.sgd(0.1))
     batches = [np.float32(math.nan if i == 1 else 0.0) for i in range(8)]
     hooks = [jstep.every(4, lambda *_: os.kill(os.getpid(), signal.SIGTERM))]
@@ -176,5 +212,7 @@ def test_a_loss_that_was_infinite_long_ago_prevents_no_save(steps_per_call, tmp_
         return batches[n]
 
     with pytest.raises(KeyError) as raised:
-        train(20, lost_after, [], state, step, steps_per_call=steps_per_call, checkpoint_dir=tmp_path)
+        train(
+            20, lost_after, [], state, step, steps_per_call=steps_per_call, checkpoint_dir=tmp_path
+        )
     assert ", and is saved as model-12" in note_of(raised.value)

@@ -26,7 +26,9 @@ def test_last_step_is_absolute():
 def test_hooks_are_called_in_order():
     calls = Calls()
     train(3, hooks=[calls])
-    assert calls.seen == [("begin", 0), ("first", 1), ("step", 1), ("step", 2), ("step", 3), ("end", 3), ("close",)]
+    assert calls.seen == [
+        ("begin", 0), ("first", 1), ("step", 1), ("step", 2), ("step", 3), ("end", 3), ("close",),
+    ]  # fmt: skip
     assert set(calls.metrics[2]) == {"loss", "learning_rate", "beta1", "beta2", "epsilon"}
     assert float(calls.metrics[2]["learning_rate"]) == pytest.approx(0.1 * 0.9**0.1)
 
@@ -55,9 +57,12 @@ def test_a_true_result_stops_after_that_step():
 
 
 def test_metrics_remain_valid_after_later_steps(tmp_path):
-    """A step can return its parameters as metrics; the next step donates the state, not the metrics."""
+    """A step can return its parameters as metrics; the next step donates the state, not the
+    metrics."""
     step = jstep.minimize(
-        lambda params, batch: (jnp.mean((batch["x"] @ params["w"]) ** 2), {"w0": params["w"]}), OPTIMIZER, has_aux=True
+        lambda params, batch: (jnp.mean((batch["x"] @ params["w"]) ** 2), {"w0": params["w"]}),
+        OPTIMIZER,
+        has_aux=True,
     )
     calls = Calls()
     train(5, hooks=[calls], step=step)
@@ -84,10 +89,17 @@ def test_the_run_continues_with_a_state_that_a_hook_returns(steps_per_call, tmp_
         reference.append(state)
 
     hooks = [jstep.every(4, halve), jstep.every(4, halve), jstep.every(4, look)]
-    state = train(6, hooks=hooks, steps_per_call=steps_per_call, checkpoint_dir=tmp_path, save_checkpoint_steps=4)
+    state = train(
+        6,
+        hooks=hooks,
+        steps_per_call=steps_per_call,
+        checkpoint_dir=tmp_path,
+        save_checkpoint_steps=4,
+    )
     expected = by_hand(6, state=scaled(by_hand(4), 0.25))
     np.testing.assert_allclose(state.params["w"], expected.params["w"], rtol=1e-5)
-    restored = jstep.Saver(tmp_path).restore(make_state(), step=4)  # the checkpoint holds the changed state
+    # The checkpoint holds the changed state.
+    restored = jstep.Saver(tmp_path).restore(make_state(), step=4)
     np.testing.assert_allclose(restored.params["w"], 0.25 * by_hand(4).params["w"], rtol=1e-5)
     assert len(reference) == 1
 
@@ -100,7 +112,9 @@ def test_a_custom_saver(tmp_path):
         saver.save(jax.tree.map(jnp.copy, by_hand(9)))
         assert saver.latest_step() == 9
     assert same(state, by_hand(8))
-    with pytest.raises(ValueError, match="checkpoint_prefix='other': checkpoint_dir is a Saver, whose own prefix"):
+    with pytest.raises(
+        ValueError, match="checkpoint_prefix='other': checkpoint_dir is a Saver, whose own prefix"
+    ):
         train(9, checkpoint_dir=saver, checkpoint_prefix="other")
 
 
@@ -127,7 +141,9 @@ def test_what_a_hook_returns_at_the_last_step_counts(tmp_path):
 
 OPTIMIZER_OF_LAST = jstep.adam(0.1)
 X = np.ones(3, np.float32)
-STEP = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x.reshape(3)) ** 2), OPTIMIZER_OF_LAST)
+STEP = jstep.minimize(
+    lambda params, x: jnp.sum((params["w"] - x.reshape(3)) ** 2), OPTIMIZER_OF_LAST
+)
 
 
 def run(batches, **options):

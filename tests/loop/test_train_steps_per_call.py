@@ -49,22 +49,32 @@ def test_each_compilation_is_logged_with_its_reason(caplog):
     batches = lambda n: np.ones(3 + (n == 9), np.float32)  # noqa: E731
     train(12, batches, step=step, steps_per_call=4)
     train(12, batches, step=step, steps_per_call=4, hooks=[jstep.every(5, lambda *_: None)])
-    train(12, batches, step=jstep.minimize(lambda params, x: jnp.sum(params["w"]) ** 2 + jnp.mean(x), OPTIMIZER))
+    train(
+        12,
+        batches,
+        step=jstep.minimize(lambda params, x: jnp.sum(params["w"]) ** 2 + jnp.mean(x), OPTIMIZER),
+    )
     messages = [r.getMessage() for r in caplog.records if "compil" in r.getMessage()]
     assert messages[0] == "compiling train_step for 1 to 4 steps"
     why = "its batch is now one that is float32[4] instead of float32[3]"
-    assert messages[1:] == [f"compiled train_step again for {steps}: {why}" for steps in ("1 to 4 steps", "1 step")]
+    assert messages[1:] == [
+        f"compiled train_step again for {steps}: {why}" for steps in ("1 to 4 steps", "1 step")
+    ]
 
 
 def test_a_plain_function_is_compiled_once_for_several_steps(compilations):
     @jax.jit
     def step(state, x):
-        return state.replace(params={"w": state.params["w"] + x}, global_step=state.global_step + 1), {"x": x}
+        return state.replace(
+            params={"w": state.params["w"] + x}, global_step=state.global_step + 1
+        ), {"x": x}
 
     train(4, lambda n: np.ones(2, np.float32), step=step, steps_per_call=2)
     state = make_state()
     with compilations() as seen:
-        result = train(20, lambda n: np.ones(2, np.float32), step=step, steps_per_call=2, state=state)
+        result = train(
+            20, lambda n: np.ones(2, np.float32), step=step, steps_per_call=2, state=state
+        )
     assert seen == []
     assert result.params["w"].tolist() == [21, 21]
     assert state.params["w"].tolist() == [1, 1]  # a plain function does not donate it
@@ -76,16 +86,23 @@ def test_a_plain_function_is_compiled_once_for_several_steps(compilations):
 @pytest.mark.thorough(except_for=["2"])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_the_host_never_waits_for_the_device(steps_per_call, tmp_path):
-    """The third step is slow on the device; the loop goes on. After the first call it waits once, to check the step."""
+    """The third step is slow on the device; the loop goes on. After the first call it waits once,
+    to check the step."""
 
     def work(w, iterations):
-        w = jax.lax.fori_loop(0, iterations, lambda i, w: w @ w, jnp.full((256, 256), (w[0] - 2) / 256))
+        w = jax.lax.fori_loop(
+            0, iterations, lambda i, w: w @ w, jnp.full((256, 256), (w[0] - 2) / 256)
+        )
         return w[0, :2]
 
     @jax.jit
     def device_step(state, iterations):
-        w = jax.lax.cond(state.global_step == 2, work, lambda w, _: w + 1.0, state.params["w"], iterations)
-        return state.replace(params={"w": w}, global_step=state.global_step + 1), {"loss": jnp.sum(w)}
+        w = jax.lax.cond(
+            state.global_step == 2, work, lambda w, _: w + 1.0, state.params["w"], iterations
+        )
+        return state.replace(params={"w": w}, global_step=state.global_step + 1), {
+            "loss": jnp.sum(w)
+        }
 
     class BusyRecorder(jstep.Hook):
         def after_step(self, step, state, metrics):
@@ -107,7 +124,8 @@ def test_the_host_never_waits_for_the_device(steps_per_call, tmp_path):
 
     first, busy = {}, {}
     run(4, 1)  # compiles
-    for iterations in (500, 5_000, 25_000):  # a longer third step if the host was stalled during the run
+    for iterations in (500, 5_000, 25_000):
+        # With a longer third step if the host was stalled during the run.
         run(20, iterations)
         assert list(busy) == list(range(4, 21, 2))
         if all(busy[step] for step in range(4, 17, 2)):

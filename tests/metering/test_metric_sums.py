@@ -21,7 +21,8 @@ def compiled(columns):
 
 
 def add(sums, first, rows, **kwargs):
-    """Add the metrics of some steps, one dict each: those of one as a call of a step, those of several as by a loop."""
+    """Add the metrics of some steps, one dict each: those of one as a call of a step, those of
+    several as by a loop."""
     if len(rows) == 1:
         sums.add(first, rows[0], **kwargs)
         return
@@ -32,7 +33,10 @@ def add(sums, first, rows, **kwargs):
     padded = numbers + numbers[-1:]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *padded)
     sums.end_call(
-        first, len(rows), add_rows(sums.begin_call(columns, None), stacked, jnp.int32(len(rows))), NO_CONSTANTS
+        first,
+        len(rows),
+        add_rows(sums.begin_call(columns, None), stacked, jnp.int32(len(rows))),
+        NO_CONSTANTS,
     )
 
 
@@ -47,13 +51,16 @@ def means(rows, steps_per_call=1, names=("m",), **kwargs):
 @pytest.mark.thorough(except_for=["bfloat16-100"])
 @pytest.mark.parametrize("steps_per_call", [1, 3, 100])
 @pytest.mark.parametrize(
-    "dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8, jnp.uint8, jnp.int32, jnp.uint32, bool]
+    "dtype",
+    [jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8, jnp.uint8, jnp.int32, jnp.uint32, bool],
 )
 def test_means_are_exact_in_every_dtype(dtype, steps_per_call):
     values = np.random.default_rng(0).uniform(0, 100, 250)
     values = [jnp.asarray(value).astype(dtype) for value in values]
     exact = np.mean([np.asarray(value, np.float64) for value in values])
-    assert means([{"m": value} for value in values], steps_per_call)["m"] == pytest.approx(exact, rel=1e-12)
+    assert means([{"m": value} for value in values], steps_per_call)["m"] == pytest.approx(
+        exact, rel=1e-12
+    )
 
 
 def test_integers_are_rounded_to_float32():
@@ -69,7 +76,10 @@ def test_a_small_value_next_to_large_ones():
 @pytest.mark.thorough(except_for=["4"])
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_skipped_steps_are_excluded_from_means(steps_per_call):
-    rows = [{"loss": jnp.float32(math.nan if n == 2 else n), "skipped": jnp.float32(n == 2)} for n in range(8)]
+    rows = [
+        {"loss": jnp.float32(math.nan if n == 2 else n), "skipped": jnp.float32(n == 2)}
+        for n in range(8)
+    ]
     assert means(rows, steps_per_call, ["loss", "skipped"]) == {"loss": 26 / 7, "skipped": 1 / 8}
     assert math.isnan(means(rows, steps_per_call, ["loss"], skip=None)["loss"])
     assert means([{"m": jnp.float32(math.inf)}] * 3)["m"] == math.inf
@@ -79,7 +89,9 @@ def test_pieces_of_a_long_interval_are_merged():
     sums = MetricSums()
     often, seldom = sums.subscribe(), sums.subscribe()
     for n in range(100):
-        sums.add(n, {"loss": jnp.float32(math.nan if n == 77 else n), "skipped": jnp.float32(n == 77)})
+        sums.add(
+            n, {"loss": jnp.float32(math.nan if n == 77 else n), "skipped": jnp.float32(n == 77)}
+        )
         assert sums.take(often).means(["skipped"]) == {"skipped": n == 77}
     interval = sums.take(seldom)
     assert len(interval._pieces) <= 33
@@ -99,7 +111,8 @@ def test_a_program_with_other_metrics_is_planned_anew():
 
 
 def test_steps_after_a_cut_are_a_piece_of_their_own():
-    """Also those of the same program: its first step comes not after the last one of the piece before."""
+    """Also those of the same program: its first step comes not after the last one of the piece
+    before."""
     sums = MetricSums()
     number = sums.subscribe()
     constants = Constants({}, None)
@@ -111,7 +124,9 @@ def test_steps_after_a_cut_are_a_piece_of_their_own():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("setting", "value"), [(jax.debug_nans, math.nan), (jax.debug_infs, math.inf)])
+@pytest.mark.parametrize(
+    ("setting", "value"), [(jax.debug_nans, math.nan), (jax.debug_infs, math.inf)]
+)
 def test_numbers_that_are_not_finite_are_added_whatever_jax_debugs(setting, value):
     """Whether they end the run is for `NanLossHook` to say."""
     sums, constants = MetricSums(), Constants({}, None)
@@ -140,7 +155,10 @@ def test_steps_beyond_the_integers_of_float32_are_counted():
     empty = sums.begin_call(columns, None)
     sums.end_call(0, before, empty._replace(array=jnp.asarray(array)), NO_CONSTANTS)
     for first in range(before, before + 60, 3):
-        rows = [{"loss": jnp.float32(math.nan if step == before + 50 else 1.0)} for step in range(first, first + 3)]
+        rows = [
+            {"loss": jnp.float32(math.nan if step == before + 50 else 1.0)}
+            for step in range(first, first + 3)
+        ]
         add(sums, first, rows, skip=None)
     totals = sums.take(number).totals
     assert totals.bad.step == before + 51
@@ -181,7 +199,8 @@ def test_losses_of_each_example_may_have_another_shape_at_each_step():
 
 
 def test_a_deleted_metric_is_an_error_and_no_crash():
-    """A step that jstep did not make may return an array of its state, which the next call donates."""
+    """A step that jstep did not make may return an array of its state, which the next call
+    donates."""
     metric = jnp.ones(())
     metric.delete()
     assert numbers.is_ready([metric])

@@ -24,7 +24,9 @@ def metric_fn(params, batch):
     return {
         "accuracy": M.accuracy(logits, batch["labels"], weights=weights),
         "perplexity": M.perplexity(logits, batch["labels"], weights=weights),
-        "confusion": M.confusion_matrix(jnp.argmax(logits, axis=1), batch["labels"], CLASSES, weights=weights),
+        "confusion": M.confusion_matrix(
+            jnp.argmax(logits, axis=1), batch["labels"], CLASSES, weights=weights
+        ),
         "f1": M.f1(jax.nn.sigmoid(scores), batch["truth"], weights=weights),
         "f1 low": M.f1(scores, batch["truth"] == 1, threshold=-0.7, weights=weights),
         "roc": M.auc(scores, batch["truth"], weights=weights),
@@ -39,10 +41,14 @@ def expected(weights=None, x=X * SCALE):
     exponentials = np.exp(x.astype(np.float64) - x.max(1, keepdims=True))
     softmax = exponentials / exponentials.sum(1, keepdims=True)
     scores, predictions = x[:, 0], x.argmax(1)
-    matrix = sklearn.confusion_matrix(LABELS, predictions, labels=range(CLASSES), sample_weight=weights)
+    matrix = sklearn.confusion_matrix(
+        LABELS, predictions, labels=range(CLASSES), sample_weight=weights
+    )
     return {
         "accuracy": sklearn.accuracy_score(LABELS, predictions, sample_weight=weights),
-        "perplexity": np.exp(sklearn.log_loss(LABELS, softmax, labels=range(CLASSES), sample_weight=weights)),
+        "perplexity": np.exp(
+            sklearn.log_loss(LABELS, softmax, labels=range(CLASSES), sample_weight=weights)
+        ),
         **{f"confusion/{i}/{j}": matrix[i, j] for i in range(CLASSES) for j in range(CLASSES)},
         "f1": sklearn.f1_score(TRUTH, scores > 0, sample_weight=weights),
         "f1 low": sklearn.f1_score(TRUTH, scores > np.float32(-0.7), sample_weight=weights),
@@ -62,21 +68,27 @@ def source(size, **arrays):
 
 
 def on_a_mesh(metric_fn, batches, count, explicit):
-    """Return what an evaluator finds on a mesh of so many devices, also under it and without transfers."""
+    """Return what an evaluator finds on a mesh of so many devices, also under it and without
+    transfers."""
     kind = AxisType.Explicit if explicit else AxisType.Auto
     mesh = jax.make_mesh((count,), ("data",), axis_types=(kind,), devices=jax.devices()[:count])
     state = jstep.shard_state(make_state(), mesh)
-    evaluate = jstep.evaluator(metric_fn, batches, batch_sharding=NamedSharding(mesh, PartitionSpec("data")))
+    evaluate = jstep.evaluator(
+        metric_fn, batches, batch_sharding=NamedSharding(mesh, PartitionSpec("data"))
+    )
     found = evaluate(state)
     with jax.set_mesh(mesh), jax.transfer_guard("disallow"):
         return found, evaluate(state)
 
 
 def areas(curve, size, scores, labels, weights=None, number=200):
-    """Return the area under a curve as an evaluator finds it in batches of a size, and as scikit-learn does."""
+    """Return the area under a curve as an evaluator finds it in batches of a size, and as
+    scikit-learn does."""
     arrays = (scores, labels) if weights is None else (scores, labels, weights)
     parts = [tuple(one[i : i + size] for one in arrays) for i in range(0, len(scores), size)]
-    evaluate = jstep.evaluator(lambda params, s, t, w=None: {"area": M.auc(s, t, curve, number, weights=w)}, parts)
+    evaluate = jstep.evaluator(
+        lambda params, s, t, w=None: {"area": M.auc(s, t, curve, number, weights=w)}, parts
+    )
     sklearn = pytest.importorskip("sklearn.metrics")
     reference = sklearn.roc_auc_score if curve == "ROC" else sklearn.average_precision_score
     return evaluate(make_state())["area"], reference(labels > 0, scores, sample_weight=weights)

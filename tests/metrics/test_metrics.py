@@ -8,7 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scikit_metrics
-from scikit_metrics import LABELS, RNG, ROWS, TRUTH, X, areas, expected, make_state, metric_fn, on_a_mesh
+from scikit_metrics import (
+    LABELS,
+    RNG,
+    ROWS,
+    TRUTH,
+    X,
+    areas,
+    expected,
+    make_state,
+    metric_fn,
+    on_a_mesh,
+)
 
 import jstep
 from jstep.metrics.classification import AUC, F1, Accuracy, Perplexity, Thresholds
@@ -29,7 +40,8 @@ MAKE = {
 @pytest.mark.thorough(except_for=["f1"])
 @pytest.mark.parametrize("name", MAKE)
 def test_totals_beyond_int32(name):
-    """After 27 merges with itself, none of the 16 · 2²⁷ examples is lost, and more than 2³² are NaN."""
+    """After 27 merges with itself, none of the 16 · 2²⁷ examples is lost, and more than 2³² are
+    NaN."""
     merge = jax.jit(lambda a, b: a.merge(b))
     one = total = MAKE[name](16)
     for _ in range(27):
@@ -49,7 +61,10 @@ def test_totals_beyond_int32(name):
 
 
 def test_counts_stay_at_their_bound():
-    first, second = jnp.uint32([2**31, 2**32 - 2, 2**32 - 1, 2**32 - 2]), jnp.uint32([2**31 - 2, 0, 1, 5])
+    first, second = (
+        jnp.uint32([2**31, 2**32 - 2, 2**32 - 1, 2**32 - 2]),
+        jnp.uint32([2**31 - 2, 0, 1, 5]),
+    )
     assert read_total(add_totals(first, second))[:2].tolist() == [2**32 - 2] * 2
     assert read_total(add_totals(first[:2], second[:2])).dtype == np.int64
     assert add_totals(first, second)[2:].tolist() == [FULL, FULL]
@@ -112,7 +127,9 @@ def test_a_prediction_with_a_nan_makes_the_metric_nan():
     clean = accuracy(np.zeros((10, 2), np.float32), labels)
     assert clean.compute() == 0.9
     assert math.isnan(clean.merge(accuracy(one, labels)).compute())
-    evaluate = jstep.evaluator(lambda p, x, y: {"a": M.accuracy(x, y)}, jstep.batches((one, labels), 5, num_epochs=1))
+    evaluate = jstep.evaluator(
+        lambda p, x, y: {"a": M.accuracy(x, y)}, jstep.batches((one, labels), 5, num_epochs=1)
+    )
     assert math.isnan(evaluate(jstep.TrainState.create({"w": 1.0}, jstep.sgd(0.1)))["a"])
     assert M.accuracy(np.float32([[np.inf, -np.inf]]), np.array([0])).compute() == 1.0
     assert M.accuracy(np.array([[3, 1]]), np.array([0])).compute() == 1.0  # integers
@@ -126,7 +143,9 @@ def test_results_without_examples_and_beyond_floats():
         assert F1(nothing, nothing, nothing, none).compute() == 0.0
     assert Accuracy(one, jnp.uint32(4), none).compute() == 0.25
     assert F1(one, one, jnp.uint32(3), none).compute() == 0.5
-    found = [Perplexity(jnp.float32(loss), one).compute() for loss in (708.5, 710.0, math.inf, math.nan)]
+    found = [
+        Perplexity(jnp.float32(loss), one).compute() for loss in (708.5, 710.0, math.inf, math.nan)
+    ]
     assert found == pytest.approx([math.exp(708.5), math.inf, math.inf, math.nan], nan_ok=True)
 
 
@@ -144,14 +163,19 @@ def test_edge_cases():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("dtype", "classes"), [(np.uint8, 256), (np.uint8, 300), (np.int8, 128), (np.uint16, 65536)])
+@pytest.mark.parametrize(
+    ("dtype", "classes"), [(np.uint8, 256), (np.uint8, 300), (np.int8, 128), (np.uint16, 65536)]
+)
 def test_labels_of_a_dtype_that_cannot_hold_the_number_of_classes(dtype, classes):
-    """Bytes with a padded vocabulary: a prediction beyond the dtype is not the label that it would wrap to."""
+    """Bytes with a padded vocabulary: a prediction beyond the dtype is not the label that it would
+    wrap to."""
     labels = np.array([5, 100, 7], dtype)
     predicted = np.array([5, 100, classes - 1 if classes == 300 else 6])
     logits = np.zeros((3, classes), np.float32)
     logits[np.arange(3), predicted] = 1
-    np.testing.assert_allclose(M.perplexity(np.zeros_like(logits), labels).compute(), classes, rtol=1e-5)
+    np.testing.assert_allclose(
+        M.perplexity(np.zeros_like(logits), labels).compute(), classes, rtol=1e-5
+    )
     np.testing.assert_allclose(M.accuracy(logits, labels).compute(), 2 / 3, rtol=1e-6)
     wrapped = np.zeros((1, 300), np.float32)
     wrapped[0, 261] = 1
@@ -168,11 +192,14 @@ def test_what_compiles_slowly_is_in_the_merge_of_areas_which_all_batches_share()
 
     whole, smaller = program(128), program(7)
     for text in (whole.as_text(), smaller.as_text()):
-        assert not {"stablehlo.sort", "stablehlo.scatter", "stablehlo.reduce_window"} & set(re.findall(r"[\w.]+", text))
+        assert not {"stablehlo.sort", "stablehlo.scatter", "stablehlo.reduce_window"} & set(
+            re.findall(r"[\w.]+", text)
+        )
     assert whole.out_info == smaller.out_info
 
 
-# Compared with scikit-learn, and weights with its `sample_weight`: ragged batches, meshes, masks, padding.
+# Compared with scikit-learn, and weights with its `sample_weight`: ragged batches, meshes, masks,
+# padding.
 
 IS_KEPT = RNG.random(ROWS) < 0.7
 FLOATS = np.where(IS_KEPT, RNG.exponential(size=ROWS), 0).astype(np.float32)
@@ -210,13 +237,14 @@ def test_equal_to_scikit_learn_for_any_batch_size(size, kind):
 def test_in_float64():
     with jax.enable_x64(True):
         metrics = metric_fn(
-            {"scale": 1.0}, {"x": X, "labels": LABELS, "truth": TRUTH, "weights": FLOATS.astype(np.float64)}
+            {"scale": 1.0},
+            {"x": X, "labels": LABELS, "truth": TRUTH, "weights": FLOATS.astype(np.float64)},
         )
         assert metrics["accuracy"].total.dtype == np.float64
         values = expected(FLOATS, X)
-        assert {name: metrics[name].compute() for name in ("accuracy", "f1", "roc", "pr")} == pytest.approx(
-            {name: values[name] for name in ("accuracy", "f1", "roc", "pr")}, rel=1e-13
-        )
+        names = ("accuracy", "f1", "roc", "pr")
+        found = {name: metrics[name].compute() for name in names}
+        assert found == pytest.approx({name: values[name] for name in names}, rel=1e-13)
 
 
 @pytest.mark.thorough
@@ -226,7 +254,10 @@ def test_perplexity_of_padded_sequences():
     is_token = np.arange(6) < lengths[:, None]
     labels = np.where(is_token, RNG.integers(0, 7, (4, 6)), -1)
     by_hand = [
-        -float(jax.nn.log_softmax(logits[i, j])[labels[i, j]]) for i in range(4) for j in range(6) if is_token[i, j]
+        -float(jax.nn.log_softmax(logits[i, j])[labels[i, j]])
+        for i in range(4)
+        for j in range(6)
+        if is_token[i, j]
     ]
     found = M.perplexity(logits, labels, weights=is_token)
     assert found.compute() == pytest.approx(math.exp(np.mean(by_hand)), rel=1e-6)
@@ -243,7 +274,8 @@ def test_weights_that_are_all_zero():
         assert math.isnan(M.perplexity(logits, labels, weights=weights).compute())
         assert math.isnan(M.auc(FIVE, labels, weights=weights).compute())
         assert M.f1(FIVE, labels, weights=weights).compute() == 0.0
-        assert set(M.confusion_matrix(labels, labels + 5, 2, weights=weights).compute().values()) == {0}
+        matrix = M.confusion_matrix(labels, labels + 5, 2, weights=weights).compute()
+        assert set(matrix.values()) == {0}
         both = M.accuracy(logits, labels, weights=weights).merge(M.accuracy(logits, 1 - labels))
         assert both.compute() == 1.0
 
@@ -273,7 +305,9 @@ def test_labels_out_of_range_count_if_their_weight_is_positive():
     kept = M.confusion_matrix(jnp.zeros(4, int), labels, 2, weights=jnp.array([2.0, 0.0, 0.0, 0.5]))
     assert kept.compute() == {"0/0": 2.0, "0/1": 0.0, "1/0": 0.5, "1/1": 0.0}
     with pytest.raises(ValueError, match="1 examples have others"):
-        M.confusion_matrix(jnp.zeros(4, int), labels, 2, weights=jnp.array([2.0, 0.0, 1e-3, 0.5])).compute()
+        M.confusion_matrix(
+            jnp.zeros(4, int), labels, 2, weights=jnp.array([2.0, 0.0, 1e-3, 0.5])
+        ).compute()
 
 
 @pytest.mark.thorough
@@ -304,7 +338,8 @@ def test_low_precision(dtype):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("curve", ["ROC", "PR"])
 def test_areas_with_repeated_scores(curve, seed):
-    """Areas are exact for scores on a grid, of few values and with ties, for labels of any dtype."""
+    """Areas are exact for scores on a grid, of few values and with ties, for labels of any
+    dtype."""
     rng = np.random.default_rng(seed)
     score_sets = [
         rng.integers(0, 200, 3000) / 199,
@@ -314,7 +349,12 @@ def test_areas_with_repeated_scores(curve, seed):
     ]
     scores = score_sets[seed].astype(np.float32)
     labels = rng.random(3000) < np.linspace(0.02, 0.4, 3000)[np.argsort(np.argsort(scores))]
-    label_forms = (labels, labels.astype(np.int8), np.where(labels, 1, -1), labels.astype(np.float32))
+    label_forms = (
+        labels,
+        labels.astype(np.int8),
+        np.where(labels, 1, -1),
+        labels.astype(np.float32),
+    )
     for one in (labels, label_forms[seed]):
         found, expected_area = areas(curve, 510, scores, one)
         assert found == pytest.approx(expected_area, rel=1e-13)
@@ -322,7 +362,9 @@ def test_areas_with_repeated_scores(curve, seed):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("share", [0.5, 0.02])
-@pytest.mark.parametrize(("curve", "number", "bound"), [("ROC", 200, 1e-4), ("PR", 200, 1e-3), ("ROC", 20, 1e-3)])
+@pytest.mark.parametrize(
+    ("curve", "number", "bound"), [("ROC", 200, 1e-4), ("PR", 200, 1e-3), ("ROC", 20, 1e-3)]
+)
 def test_areas_with_many_distinct_scores(curve, number, bound, share):
     rng = np.random.default_rng(3)
     labels = (rng.random(60_000) < share).astype(np.int32)

@@ -12,7 +12,13 @@ from fake_s3 import FakeS3
 
 from jstep.stores import objects
 
-_VARIABLES = ("AWS_PROFILE", "AWS_ENDPOINT_URL_S3", "AWS_SESSION_TOKEN", "AWS_DEFAULT_REGION", "AWS_CONFIG_FILE")
+_VARIABLES = (
+    "AWS_PROFILE",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_SESSION_TOKEN",
+    "AWS_DEFAULT_REGION",
+    "AWS_CONFIG_FILE",
+)
 
 
 def _open(kind, monkeypatch):
@@ -26,17 +32,22 @@ def _open(kind, monkeypatch):
 
 @pytest.fixture
 def fast_retries(monkeypatch):
-    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"})
+    monkeypatch.setattr(
+        objects, "RETRIES", {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"}
+    )
 
 
 @pytest.fixture
 def one_retry(monkeypatch):
-    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"})
+    monkeypatch.setattr(
+        objects, "RETRIES", {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"}
+    )
 
 
 @pytest.fixture
 def gcs(monkeypatch):
-    """A fake GCS with the bucket bkt; a page of a list holds 3 keys, so that most lists have several pages."""
+    """A fake GCS with the bucket bkt; a page of a list holds 3 keys, so that most lists have
+    several pages."""
     store = _open(FakeGCS, monkeypatch)
     store.page = 3
     yield store
@@ -66,5 +77,6 @@ def each_store(request, monkeypatch):
 
 @pytest.fixture(params=[pytest.param("gs", marks=pytest.mark.thorough), "s3"])
 def store(request, monkeypatch):
-    """As `each_store`; the default run has only one of them, for what reaches a store through `Objects`."""
+    """As `each_store`; the default run has only one of them, for what reaches a store through
+    `Objects`."""
     yield from _one_of_both(request, monkeypatch)

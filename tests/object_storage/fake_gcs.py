@@ -1,7 +1,7 @@
-"""A fake GCS: the subset of the JSON API that tensorstore's driver uses, with generations and preconditions.
+"""A fake GCS: what tensorstore's driver uses of its JSON API, generations and preconditions.
 
-The emulators on PyPI ignore preconditions. This one was compared with Google's storage-testbench, which is
-not on PyPI.
+The emulators on PyPI ignore preconditions. This one was compared with Google's storage-testbench,
+which is not on PyPI.
 """
 
 import json
@@ -32,14 +32,22 @@ class FakeGCS(HttpStore):
         if key is None:
             return self.list(self.objects[bucket], query)
         current = self.objects[bucket].get(key)
-        if method == "GET" and current is not None and query.get("ifGenerationNotMatch") == str(current[0]):
+        if (
+            method == "GET"
+            and current is not None
+            and query.get("ifGenerationNotMatch") == str(current[0])
+        ):
             return 304, b"", {}
         if method != "POST" and current is None:
             return self.failure(404)
         if "ifGenerationMatch" in query and int(query["ifGenerationMatch"]) != (current or (0,))[0]:
             return self.failure(412)
         if method == "POST":
-            payload = {"name": key, "generation": str(self.put(bucket, key, body)), "size": str(len(body))}
+            payload = {
+                "name": key,
+                "generation": str(self.put(bucket, key, body)),
+                "size": str(len(body)),
+            }
             return 200, json.dumps(payload | {"updated": "2026-01-01T00:00:00Z"}).encode(), {}
         if method == "DELETE":
             del self.objects[bucket][key]
@@ -47,8 +55,12 @@ class FakeGCS(HttpStore):
         return self.part(current[1], headers, {"x-goog-generation": current[0]})
 
     def list(self, objects, query):
-        first = max(query.get("startOffset", ""), bytes.fromhex(query.get("pageToken", "")).decode())
-        names = sorted(name for name in objects if name.startswith(query.get("prefix", "")) and name >= first)
+        first = max(
+            query.get("startOffset", ""), bytes.fromhex(query.get("pageToken", "")).decode()
+        )
+        names = sorted(
+            name for name in objects if name.startswith(query.get("prefix", "")) and name >= first
+        )
         names = [name for name in names if "endOffset" not in query or name < query["endOffset"]]
         items = [
             {"name": name, "generation": str(objects[name][0]), "size": str(len(objects[name][1]))}
@@ -56,5 +68,6 @@ class FakeGCS(HttpStore):
         ]
         payload = {"kind": "storage#objects", "items": items}
         if len(names) > self.page:
-            payload["nextPageToken"] = names[self.page].encode().hex()  # the driver does not quote it
+            # The driver does not quote it.
+            payload["nextPageToken"] = names[self.page].encode().hex()
         return 200, json.dumps(payload).encode(), {}

@@ -1,6 +1,7 @@
-"""A fake S3 for fault injection: what tensorstore's driver uses, with ETags and conditional writes, unsigned.
+"""A fake S3 for faults: what tensorstore uses, ETags and conditional writes, unsigned.
 
-moto implements much more of S3, and other tests use it as a reference, but it cannot inject failures.
+moto implements much more of S3, and other tests use it as a reference, but it cannot inject
+failures.
 """
 
 import hashlib
@@ -8,7 +9,13 @@ from xml.sax.saxutils import escape
 
 from http_store import HttpStore
 
-_CODES = {403: "AccessDenied", 404: "NoSuchBucket", 503: "SlowDown", 500: "InternalError", 429: "TooManyRequests"}
+_CODES = {
+    403: "AccessDenied",
+    404: "NoSuchBucket",
+    503: "SlowDown",
+    500: "InternalError",
+    429: "TooManyRequests",
+}
 
 
 class FakeS3(HttpStore):
@@ -26,7 +33,10 @@ class FakeS3(HttpStore):
 
     def failure(self, status):
         code = self.code or _CODES.get(status, "Injected")
-        body = f"<Error><Code>{code}</Code><Message>of AKIATESTTESTTEST, very-secret-very-secret</Message></Error>"
+        body = (
+            f"<Error><Code>{code}</Code><Message>of AKIATESTTESTTEST, "
+            "very-secret-very-secret</Message></Error>"
+        )
         return status, body.encode(), {}
 
     def respond(self, method, path, query, headers, body):
@@ -57,10 +67,15 @@ class FakeS3(HttpStore):
         names = [name for name in self.keys(query.get("prefix", ""), bucket) if name > first]
         shown = names[: self.page]
         more = len(names) > len(shown)
-        body = "".join(f"<Contents><Key>{escape(name)}</Key><Size>1</Size></Contents>" for name in shown)
-        token = f"<NextContinuationToken>{escape(shown[-1])}</NextContinuationToken>" if more else ""
+        body = "".join(
+            f"<Contents><Key>{escape(name)}</Key><Size>1</Size></Contents>" for name in shown
+        )
+        token = (
+            f"<NextContinuationToken>{escape(shown[-1])}</NextContinuationToken>" if more else ""
+        )
         text = (
-            f"<?xml version='1.0' encoding='UTF-8'?><ListBucketResult><KeyCount>{len(shown)}</KeyCount>"
+            "<?xml version='1.0' "
+            f"encoding='UTF-8'?><ListBucketResult><KeyCount>{len(shown)}</KeyCount>"
             f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}{body}</ListBucketResult>"
         )
         return 200, text.encode(), {}

@@ -1,4 +1,5 @@
-"""Base of the fake stores: a server on loopback that records requests, pages lists, and injects failures."""
+"""Base of the fake stores: a server on loopback that records requests, pages lists, and injects
+failures."""
 
 import http.server
 import json
@@ -14,9 +15,10 @@ class HttpStore:
         objects: Bucket → key → (generation, bytes).
         page: The number of keys per page of a list.
         seen: All requests so far, as "GET /path query".
-        fail: Faults (method, path, status, times), in which method and path are regular expressions. The first one
-            that matches determines the response, this many times. Status 0: the request is executed and its response
-            lost; -1: there is no response; None: the request is served, even if a later fault matches.
+        fail: Faults (method, path, status, times), in which method and path are regular
+            expressions. The first one that matches determines the response, this many times. Status
+            0: the request is executed and its response lost; -1: there is no response; None: the
+            request is served, even if a later fault matches.
         watch: Called with the number of each request before it is served.
     """
 
@@ -121,4 +123,8 @@ class HttpStore:
             first, last = max(0, len(data) - int(match[2])), len(data) - 1
         if first >= len(data):
             return 416, b"", {}
-        return 206, data[first : last + 1], head | {"Content-Range": f"bytes {first}-{last}/{len(data)}"}
+        return (
+            206,
+            data[first : last + 1],
+            head | {"Content-Range": f"bytes {first}-{last}/{len(data)}"},
+        )

@@ -1,4 +1,5 @@
-"""Object stores tested against moto, which implements much more of S3 than the fake store of the other tests."""
+"""Object stores tested against moto, which implements much more of S3 than the fake store of the
+other tests."""
 
 import http.client
 

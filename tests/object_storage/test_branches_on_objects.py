@@ -12,9 +12,19 @@ train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
 
 def train(last_step, where, *hooks, state=None, **options):
     state = jstep.TrainState.create({"w": 0.0}, optimizer) if state is None else state
-    options = {"log_steps": None, "save_checkpoint_steps": 5, "save_checkpoint_secs": None} | options
+    options = {
+        "log_steps": None,
+        "save_checkpoint_steps": 5,
+        "save_checkpoint_secs": None,
+    } | options
     return jstep.train(
-        train_step, state, lambda step: jnp.float32(step), last_step, checkpoint_dir=where, hooks=hooks, **options
+        train_step,
+        state,
+        lambda step: jnp.float32(step),
+        last_step,
+        checkpoint_dir=where,
+        hooks=hooks,
+        **options,
     )
 
 

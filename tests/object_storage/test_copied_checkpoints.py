@@ -1,4 +1,5 @@
-"""Checkpoints that were copied from a bucket to a disk, or from a disk to a bucket, are read in place."""
+"""Checkpoints that were copied from a bucket to a disk, or from a disk to a bucket, are read in
+place."""
 
 import os
 import re
@@ -29,7 +30,11 @@ class OnDisk:
                 file.write(self._store.data(key))
 
     def files(self, name):
-        found = [os.path.join(folder, file) for folder, _, files in os.walk(f"{self.copy}/{name}") for file in files]
+        found = [
+            os.path.join(folder, file)
+            for folder, _, files in os.walk(f"{self.copy}/{name}")
+            for file in files
+        ]
         return sorted(os.path.relpath(path, self.copy) for path in found)
 
     def edit(self, file, change):
@@ -101,24 +106,38 @@ def test_a_copy_is_restored_and_continued(copies, caplog):
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-@pytest.mark.parametrize("lost", ["one file", pytest.param("all files", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "lost", ["one file", pytest.param("all files", marks=pytest.mark.thorough)]
+)
 def test_a_copy_that_lacks_data_is_refused_everywhere(copies, lost, capsys):
     data = [file for file in copies.files("model-3") if not file.endswith("model-3/manifest.json")]
     for file in [next(file for file in data if "/d/" in file)] if lost == "one file" else data:
         copies.edit(file, lambda data: None)
-    restores = [lambda saver: saver.restore(state_at(0)), lambda saver: saver.restore_params(state_at(0).params)]
+    restores = [
+        lambda saver: saver.restore(state_at(0)),
+        lambda saver: saver.restore_params(state_at(0).params),
+    ]
     for restore in restores:
         with pytest.raises(CheckpointError) as error:
             restore(jstep.Saver(copies.copy))
         assert f"{copies.copy}/model-3 is corrupted: " in str(error.value)
         assert re.search("missing|its files have", str(error.value))
         assert "newest intact checkpoint is step 2" in str(error.value)
-        assert re.search(f": `{copies.moved('model-3')}`\\.$", str(error.value)), "and nothing that is intact"
-    for arguments in ([f"{copies.copy}/model-3"], [f"{copies.copy}/model-3", "--verify"], [copies.copy, "--verify"]):
+        assert re.search(f": `{copies.moved('model-3')}`\\.$", str(error.value)), (
+            "and nothing that is intact"
+        )
+    for arguments in (
+        [f"{copies.copy}/model-3"],
+        [f"{copies.copy}/model-3", "--verify"],
+        [copies.copy, "--verify"],
+    ):
         assert main(["inspect", *arguments]) == 2
         assert "model-3" in capsys.readouterr().err
     if isinstance(copies, OnDisk):
-        with pytest.raises(CheckpointError, match=r"(missing|its files have).* newest intact checkpoint is step 2"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"(missing|its files have).* newest intact checkpoint is step 2",
+        ):
             jstep.load_weights(f"{copies.copy}/model-3", state_at(0).params)
     assert same(jstep.Saver(copies.copy).restore(state_at(0), step=2), state_at(2))
 

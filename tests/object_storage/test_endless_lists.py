@@ -31,14 +31,20 @@ def endless_list(store, keys_per_page):
 @pytest.mark.parametrize("keys_per_page", [0, 3])
 def test_a_list_of_small_pages_without_end_is_an_error(each_store, keys_per_page):
     each_store.list = endless_list(each_store, keys_per_page)
-    with pytest.raises(EndlessListError, match=r"run: cannot list: the list has not ended after \d+ pages"):
+    with pytest.raises(
+        EndlessListError,
+        match=r"run: cannot list: the list has not ended after \d+ pages",
+    ):
         Objects(each_store.run).list()
 
 
 def test_pages_of_the_usual_size_are_bounded_by_their_bytes(store, monkeypatch):
     monkeypatch.setattr("jstep.stores.objects._MAX_LIST_BYTES", 2**22)
     store.list = endless_list(store, 1000)
-    with pytest.raises(EndlessListError, match=r"with \d+\.\d MB\. Pass a URL further below in the bucket"):
+    with pytest.raises(
+        EndlessListError,
+        match=r"with \d+\.\d MB\. Pass a URL further below in the bucket",
+    ):
         Objects(store.run).list()
 
 
@@ -82,7 +88,11 @@ def test_reads_and_writes_beside_a_list_are_not_its_pages(store, monkeypatch):
 
 @pytest.mark.parametrize("name", ["9" * 5000, "0" * 5000, "1" * 20])
 def test_keys_that_are_no_steps_are_no_checkpoints(store, name, capsys):
-    for key in (f"run/model-{name}/manifest.json", f"run/~attempts/model-{name}/data.1", f"run/model.{name}-writer"):
+    for key in (
+        f"run/model-{name}/manifest.json",
+        f"run/~attempts/model-{name}/data.1",
+        f"run/model.{name}-writer",
+    ):
         store.put("bkt", key, b"{}")
     with jstep.Saver(store.run) as saver:
         assert saver.latest_step() is None

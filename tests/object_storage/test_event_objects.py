@@ -16,7 +16,9 @@ from jstep.summary import SummaryWriter, scalar, summary_iterator
 
 @pytest.fixture(autouse=True)
 def fast_retries(monkeypatch):
-    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 2, "initial_delay": "1ms", "max_delay": "2ms"})
+    monkeypatch.setattr(
+        objects, "RETRIES", {"max_retries": 2, "initial_delay": "1ms", "max_delay": "2ms"}
+    )
 
 
 def points(path):
@@ -135,8 +137,9 @@ def test_a_start_that_died_before_its_first_checkpoint(store, caplog):
         with contextlib.suppress(KeyError), SavedByCadence(f"{store.run}/a") as saver:
             state = jstep.TrainState.create({"w": 1.0}, optimizer)
             jstep.train(
-                step, state, lambda n: (), 8, checkpoint_dir=saver, hooks=[jstep.every(1, hook)], progress=False,
-                save_checkpoint_steps=8, save_summaries_steps=1, logdir=f"{store.run}/logs",
+                step, state, lambda n: (), 8, checkpoint_dir=saver, hooks=[jstep.every(1, hook)],
+                progress=False, save_checkpoint_steps=8, save_summaries_steps=1,
+                logdir=f"{store.run}/logs",
             )  # fmt: skip
     _, second = event_files(f"{store.run}/logs")
     starts = [event.step for event in summary_iterator(second) if event.HasField("session_log")]
@@ -154,7 +157,9 @@ def test_a_bucket_out_of_reach_is_waited_for_once(monkeypatch):
         raise ConnectionError(f"s3://bucket/run: cannot list {names}: Could not resolve hostname")
 
     monkeypatch.setattr(Objects, "list", cannot)
-    monkeypatch.setattr("jstep.watching.recorder.StartFile", lambda *_: pytest.fail("waits for the bucket again"))
+    monkeypatch.setattr(
+        "jstep.watching.recorder.StartFile", lambda *_: pytest.fail("waits for the bucket again")
+    )
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
     state = jstep.TrainState.create({"w": 0.0}, optimizer)

@@ -80,7 +80,9 @@ def test_lines_are_appended_to_those_of_earlier_runs(log):
 
 
 @pytest.mark.thorough(except_for="each value once")
-@pytest.mark.parametrize("rest", [b'{"step"', b'{"step": 1', b"\xff", b'{"step": [[', b"x", bytes(2**21)], ids=repr)
+@pytest.mark.parametrize(
+    "rest", [b'{"step"', b'{"step": 1', b"\xff", b'{"step": [[', b"x", bytes(2**21)], ids=repr
+)
 @pytest.mark.parametrize("whole", [line(0), b""], ids=["a line", "nothing"])
 def test_an_incomplete_last_line_is_removed(log, rest, whole):
     if rest in (b"\xff", b"x") and not whole:
@@ -124,7 +126,8 @@ def test_the_end_of_a_log_is_read(log, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("parts", "gap"), [([1, 2, 3], ""), ([2, 3], "1"), ([1, 5], "2 to 4"), ([2, 4, 11], "1, 3, 5 to 10"), ([], "")]
+    ("parts", "gap"),
+    [([1, 2, 3], ""), ([2, 3], "1"), ([1, 5], "2 to 4"), ([2, 4, 11], "1, 3, 5 to 10"), ([], "")],
 )
 def test_parts_of_a_log_are_what_is_there_in_order(log, caplog, parts, gap):
     """A gap, such as a part that was deleted, hides no part after it, and is one line."""
@@ -132,7 +135,9 @@ def test_parts_of_a_log_are_what_is_there_in_order(log, caplog, parts, gap):
         log.put(f"log.jsonl.{n}", line(n))
     log.put("log.jsonl", line(99))
     assert steps_in(log) == [*parts, 99]
-    said = [record.getMessage() for record in caplog.records if "of its parts" in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "of its parts" in record.getMessage()
+    ]
     assert said == ([f"{log.path}: {GAP.format(gap)}"] if gap else [])
     in_tails = [json.loads(raw)["step"] for tail in read_tail(log.path) for raw in tail.lines]
     assert in_tails == [*parts, 99]
@@ -182,4 +187,8 @@ def test_two_runs_append_to_one_file(tmp_path):
         lines.write(line(step))
     first.close()
     second.close()
-    assert [raw for _, lines in read_log_files(path) for raw in lines] == [line(0), line(1), line(2)]
+    assert [raw for _, lines in read_log_files(path) for raw in lines] == [
+        line(0),
+        line(1),
+        line(2),
+    ]

@@ -35,7 +35,10 @@ def test_credentials_in_a_url_are_refused_and_not_repeated():
 
 def test_aws_environment(tmp_path):
     keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
-    no_files = {"AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "no"), "AWS_CONFIG_FILE": str(tmp_path / "none")}
+    no_files = {
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "no"),
+        "AWS_CONFIG_FILE": str(tmp_path / "none"),
+    }
     assert s3_fields(no_files) == {}
     assert s3_fields(no_files | keys) == {"aws_credentials": {"type": "environment"}}
     both = {"AWS_ENDPOINT_URL": "http://a", "AWS_ENDPOINT_URL_S3": "http://b/", "AWS_REGION": "x"}
@@ -46,25 +49,33 @@ def test_aws_environment(tmp_path):
 def test_aws_profiles(tmp_path):
     credentials, config = tmp_path / "credentials", tmp_path / "config"
     credentials.write_text(
-        "[default]\naws_access_key_id = a\n[work]\naws_access_key_id = b\naws_secret_access_key = c\n"
+        "[default]\naws_access_key_id = a\n[work]\naws_access_key_id "
+        "= b\naws_secret_access_key = c\n"
     )
-    config.write_text("[profile work]\nregion = eu-1\nendpoint_url = http://own\n[profile bare]\nregion = eu-2\n")
+    config.write_text(
+        "[profile work]\nregion = eu-1\nendpoint_url = http://own\n[profile bare]\nregion = eu-2\n"
+    )
     files = {"AWS_SHARED_CREDENTIALS_FILE": str(credentials), "AWS_CONFIG_FILE": str(config)}
     paths = {"credentials_file": str(credentials), "config_file": str(config)}
-    assert s3_fields(files) == {"aws_credentials": {"type": "profile", "profile": "default", **paths}}
+    assert s3_fields(files) == {
+        "aws_credentials": {"type": "profile", "profile": "default", **paths}
+    }
     work = s3_fields(files | {"AWS_PROFILE": "work"})
     assert work["aws_credentials"] == {"type": "profile", "profile": "work", **paths}
     assert (work["aws_region"], work["endpoint"]) == ("eu-1", "http://own")
     assert s3_fields(files | {"AWS_PROFILE": "work", "AWS_REGION": "z"})["aws_region"] == "z"
     with pytest.raises(PermissionError, match="AWS_PROFILE='other'"):
         s3_fields(files | {"AWS_PROFILE": "other"})
-    assert s3_fields(files | {"AWS_PROFILE": "bare"}) == {"aws_region": "eu-2"}  # the role of the machine
+    # This uses the role of the machine.
+    assert s3_fields(files | {"AWS_PROFILE": "bare"}) == {"aws_region": "eu-2"}
     assert "c" not in str(work).split()
 
 
 def test_requests_are_signed_with_the_profile(s3, tmp_path, monkeypatch):
     credentials = tmp_path / "credentials"
-    credentials.write_text("[work]\naws_access_key_id = AKIAOFTHEPROFILE\naws_secret_access_key = c\n")
+    credentials.write_text(
+        "[work]\naws_access_key_id = AKIAOFTHEPROFILE\naws_secret_access_key = c\n"
+    )
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_PROFILE", "work")
@@ -83,5 +94,7 @@ def test_requests_are_signed_with_the_profile(s3, tmp_path, monkeypatch):
 def test_messages_keep_no_secret():
     for end in ("[http_response_body: <x>]", "\nmore", "[source locations='a.cc']"):
         assert redact(f"failed {end}").strip() == "failed"
-    assert redact("read s3://me:hunter2@host with AKIAABCDEFGHIJKLMNOP") == "read s3://host with (not recorded)"
+    assert redact("read s3://me:hunter2@host with AKIAABCDEFGHIJKLMNOP") == (
+        "read s3://host with (not recorded)"
+    )
     assert redact("x" * 300) == "x" * 200

@@ -1,4 +1,5 @@
-"""A bucket whose index is lost, or a part of it: the checkpoints are found by one list, and nothing is overwritten."""
+"""A bucket whose index is lost, or a part of it: the checkpoints are found by one list, and nothing
+is overwritten."""
 
 import pytest
 from object_states import state_at

@@ -1,4 +1,5 @@
-"""Claims in object stores: one writer of a prefix below a URL, until it is closed or stops renewing its claim."""
+"""Claims in object stores: one writer of a prefix below a URL, until it is closed or stops renewing
+its claim."""
 
 import os
 import subprocess
@@ -19,7 +20,10 @@ pytestmark = pytest.mark.usefixtures("fast_retries")
 def test_a_second_writer_is_refused(store):
     with jstep.Saver(store.run) as first, jstep.Saver(store.run) as second:
         first.save(state_at(1))
-        with pytest.raises(jstep.CheckpointError, match=r"is being written by process \d+ on .*, which is this one"):
+        with pytest.raises(
+            jstep.CheckpointError,
+            match=r"is being written by process \d+ on .*, which is this one",
+        ):
             second.save(state_at(2))
         with pytest.raises(jstep.CheckpointError, match="is being written"):
             second.claim()
@@ -88,7 +92,9 @@ def test_a_conditional_write_prevents_two_commits(store):
     with jstep.Saver(store.run) as saver:
         saver.save(state_at(1))
         saver.wait()
-        other_manifest = store.data("run/model-1/manifest.json").replace(b'"step": 1', b'"step": 1 ')
+        other_manifest = store.data("run/model-1/manifest.json").replace(
+            b'"step": 1', b'"step": 1 '
+        )
 
         def commit(number):
             if "_CHECKPOINT_METADATA" in store.seen[-1]:
@@ -115,7 +121,9 @@ def test_a_claim_lost_during_the_commit_reverts_it(step, store):
         def take(number):
             if "manifest.json" in store.seen[-1] and store.seen[-1].startswith(("PUT", "POST")):
                 with store.lock:
-                    store.put("bkt", "run/~claims/model", b'{"host": "elsewhere", "pid": 12, "id": "x"}')
+                    store.put(
+                        "bkt", "run/~claims/model", b'{"host": "elsewhere", "pid": 12, "id": "x"}'
+                    )
 
         store.watch = take
         saver.save(state_at(step, 5.0))
@@ -149,7 +157,8 @@ def test_a_claim_ends_with_its_process(gcs, s3):
             with pytest.raises(jstep.CheckpointError, match=f"by process {child.pid} on "):
                 saver.save(state_at(1))
         child.kill()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is still a zombie, which counts as dead
+        # It is still a zombie, which counts as dead.
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert owners.start_time(child.pid) is None
         for saver in savers:
             with saver:

@@ -1,4 +1,5 @@
-"""Large arrays of positions and hooks in object stores: arrays of the database, in chunks with checksums."""
+"""Large arrays of positions and hooks in object stores: arrays of the database, in chunks with
+checksums."""
 
 import jax
 import numpy as np
@@ -30,7 +31,15 @@ class Buffer(Remembering, jstep.Hook):
 def train(directory, last, **kwargs):
     state, batches, hook = make_state(), Buffer(), Buffer()
     kwargs = {"save_checkpoint_steps": 5, "progress": False, "log_steps": None} | kwargs
-    state = jstep.train(STEP, state, jstep.from_state(batches), last, checkpoint_dir=directory, hooks=[hook], **kwargs)
+    state = jstep.train(
+        STEP,
+        state,
+        jstep.from_state(batches),
+        last,
+        checkpoint_dir=directory,
+        hooks=[hook],
+        **kwargs,
+    )
     return state, batches.rows, hook.rows
 
 
@@ -73,7 +82,8 @@ def test_in_a_bucket(store, tmp_path, small_chunks):
     assert sum("/d/" in key for key in store.keys("run/model-5/")) > 4
     assert main(["inspect", store.run, "--verify"]) == 0
     with jstep.Saver(store.run) as saver:
-        assert np.frombuffer(saver.read_file("hooks.0", 5), np.float32).reshape(-1, 2)[-3].tolist() == [3, 3]
+        rows = np.frombuffer(saver.read_file("hooks.0", 5), np.float32).reshape(-1, 2)
+        assert rows[-3].tolist() == [3, 3]
         with pytest.raises(jstep.CheckpointError, match=r"the file 'hooks\.7' is missing"):
             saver.read_file("hooks.7", 5)
         saver.delete(5)
@@ -95,8 +105,12 @@ def test_corrupted_chunks_are_found(store, small_chunks):
     assert main(["inspect", store.run, "--verify"]) != 0
     for name in names:
         with pytest.raises(
-            jstep.CheckpointError, match=rf"model-5 is corrupted: the file '{name}' has another checksum"
+            jstep.CheckpointError,
+            match=rf"model-5 is corrupted: the file '{name}' has another checksum",
         ):
             saver.read_file(name, 5)
-    with pytest.raises(jstep.CheckpointError, match=r"model-5 is corrupted: the file .* has another checksum"):
+    with pytest.raises(
+        jstep.CheckpointError,
+        match=r"model-5 is corrupted: the file .* has another checksum",
+    ):
         train(store.run, 9)

@@ -1,4 +1,5 @@
-"""Two processes that write one checkpoint to an object store, each its shards, and restores by other processes."""
+"""Two processes that write one checkpoint to an object store, each its shards, and restores by
+other processes."""
 
 import re
 
@@ -58,7 +59,7 @@ train_step = jstep.minimize(loss_fn, optimizer)
 state = jstep.train(train_step, state, batches, last_step=6, checkpoint_dir="gs://bkt/train",
                     logdir="gs://bkt/train/logs", save_checkpoint_steps=4, batch_sharding=rows, progress=False)
 print("WEIGHTS", weights(state))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.thorough
@@ -71,15 +72,25 @@ def test_each_writes_its_shards_and_failures_are_shared(gcs):
     assert jstep.Saver("gs://bkt/run").all_steps() == [1, 2, 4]
     assert gcs.keys("run/model-3/") == [], "the next save has deleted its objects"
     last = gcs.keys("run/model-1/")
-    parts = {re.sub(r"run/model-1/(data[^/]*/)?(.*?)(/d/.*|\.data\..*)?$", r"\2", key) for key in last}
+    parts = {
+        re.sub(r"run/model-1/(data[^/]*/)?(.*?)(/d/.*|\.data\..*)?$", r"\2", key) for key in last
+    }
     assert parts >= {f"ocdbt.process_{i}{name}" for i in (0, 1) for name in ("", "/manifest.ocdbt")}
     assert sum(part.startswith("parts/") for part in parts) == 2
-    assert parts >= {"manifest.json", "manifest.ocdbt", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt"}
+    assert parts >= {
+        "manifest.json",
+        "manifest.ocdbt",
+        "_METADATA",
+        "_CHECKPOINT_METADATA",
+        "commit_success.txt",
+    }
     params = {"w": jnp.zeros((8, 8)), "b": jnp.zeros(8)}
     optimizer = jstep.with_moving_average(jstep.adam(0.02), jstep.ExponentialMovingAverage(0.9))
     rows = NamedSharding(jax.make_mesh((8,), ("data",)), P("data"))
     target = jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))
-    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows if x.ndim else None), target)
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows if x.ndim else None), target
+    )
     back = jstep.Saver("gs://bkt/run").restore(target)
     assert np.array_equal(back.params["w"], jnp.linspace(-1.0, 1.0, 64).reshape(8, 8))
     assert back.params["w"].sharding == rows
@@ -91,9 +102,13 @@ def test_each_writes_its_shards_and_failures_are_shared(gcs):
 
     assert jstep.Saver("gs://bkt/train").latest_step() == 6
     state = jstep.TrainState.create(params, optimizer)
-    batches = jstep.batches(np.random.default_rng(0).normal(size=(256, 8)).astype(np.float32), 16, seed=1)
+    batches = jstep.batches(
+        np.random.default_rng(0).normal(size=(256, 8)).astype(np.float32), 16, seed=1
+    )
     locations = {"checkpoint_dir": "gs://bkt/train", "logdir": "gs://bkt/train/logs"}
-    jstep.train(jstep.minimize(loss_fn, optimizer), state, batches, last_step=8, **locations, progress=False)
+    jstep.train(
+        jstep.minimize(loss_fn, optimizer), state, batches, last_step=8, **locations, progress=False
+    )
     assert jstep.Saver("gs://bkt/train").latest_step() == 8
     assert len(gcs.keys("train/logs/")) == 2, "only process 0 writes event files"
 
@@ -109,10 +124,17 @@ def test_processes_with_the_urls_of_two_runs(each_store, monkeypatch):
 
 
 def test_the_progress_of_many_processes_is_one_list(gcs):
-    """One request for each of 256 processes, one after the other, delayed the end of each save by seconds."""
+    """One request for each of 256 processes, one after the other, delayed the end of each save by
+    seconds."""
     objects = Bucket("gs://bkt/run")
     storage = ObjectStorage(objects, "model-1/data.1-2")
-    for key in ("ocdbt.process_1/d/a", "ocdbt.process_1/d/b", "ocdbt.process_10/d/c", "ocdbt.process_2/d/d", "parts/1"):
+    for key in (
+        "ocdbt.process_1/d/a",
+        "ocdbt.process_1/d/b",
+        "ocdbt.process_10/d/c",
+        "ocdbt.process_2/d/d",
+        "parts/1",
+    ):
         storage.write(key, b"1")
     gcs.page = 1000
     gcs.seen.clear()

@@ -25,8 +25,15 @@ data = np.arange(24, dtype=np.float32).reshape(8, 3)
 
 def run(url, last_step, seed=0, **options):
     state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
-    locations = {"checkpoint_dir": url, "logdir": f"{url}/logs", "save_checkpoint_steps": 5, "progress": False}
-    return jstep.train(train_step, state, jstep.batches(data, 2, seed=seed), last_step, **locations | options)
+    locations = {
+        "checkpoint_dir": url,
+        "logdir": f"{url}/logs",
+        "save_checkpoint_steps": 5,
+        "progress": False,
+    }
+    return jstep.train(
+        train_step, state, jstep.batches(data, 2, seed=seed), last_step, **locations | options
+    )
 
 
 def steps(store, key="run/logs/fingerprints.jsonl"):
@@ -50,14 +57,16 @@ class RequestsBeforeTheFirstStep(jstep.Hook):
 
 
 def test_a_restart_sends_at_most_23_requests_for_its_checkpoint(store):
-    """Each takes tens of milliseconds, and the first step waits for all of them, however many saves there were."""
+    """Each takes tens of milliseconds, and the first step waits for all of them, however many saves
+    there were."""
     store.page = 1000
     counts = []
     for last_step in range(5, 35, 5):
         store.seen.clear()
         requests = RequestsBeforeTheFirstStep(store)
         run(store.run, last_step, hooks=[requests])
-        # The record of starts and the event file are written beside the start, in threads of their own.
+        # The record of starts and the event file are written beside the start, in threads of their
+        # own.
         own = [path for path in requests.paths if not re.search("starts|logs", path)]
         counts.append(len(own))
     assert max(counts) <= 23
@@ -76,7 +85,9 @@ def test_fingerprint_logs_across_restarts(store, caplog):
         delete(store, "run/model-8/")
         run(store.run, 7, seed=1, hooks=[jstep.FingerprintHook(every_n_steps=1)])
     assert [record for record in caplog.records if "was repeated with" in record.message]
-    assert sorted(fingerprint_log.read_log(f"{store.run}/logs/fingerprints.jsonl").entries) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert sorted(fingerprint_log.read_log(f"{store.run}/logs/fingerprints.jsonl").entries) == [
+        1, 2, 3, 4, 5, 6, 7, 8,
+    ]  # fmt: skip
 
 
 @pytest.mark.thorough
@@ -84,12 +95,16 @@ def test_keep_best_on_objects(store):
     def loss(params, x):
         return {"loss": jnp.mean((params["w"][None] - x) ** 2)}
 
-    evaluate = jstep.evaluator(loss, jstep.batches(data, 4, num_epochs=1, shuffle=False, drop_remainder=False))
+    evaluate = jstep.evaluator(
+        loss, jstep.batches(data, 4, num_epochs=1, shuffle=False, drop_remainder=False)
+    )
     best = f"{store.run}/best"
 
     def hooks():
         return [
-            jstep.EvaluationHook(evaluate, every_n_steps=2, callbacks=[jstep.KeepBest(best, "loss", max_to_keep=2)])
+            jstep.EvaluationHook(
+                evaluate, every_n_steps=2, callbacks=[jstep.KeepBest(best, "loss", max_to_keep=2)]
+            )
         ]
 
     run(store.run, 6, hooks=hooks())
@@ -102,8 +117,8 @@ def test_keep_best_on_objects(store):
 
 
 GIVEN = {
-    "run": "0a1b2c3d", "process": this_process(), "began": 1e9, "now": 1e9, "seconds": {"stepping": 1.0},
-    "config": {"x": "y" * 5000},
+    "run": "0a1b2c3d", "process": this_process(), "began": 1e9, "now": 1e9,
+    "seconds": {"stepping": 1.0}, "config": {"x": "y" * 5000},
 }  # fmt: skip
 
 
@@ -150,7 +165,14 @@ def test_the_record_of_a_run_is_below_its_url(store):
 
 
 def fields():
-    return {"processes": 1, "kind": "batch", "what": "waiting for batch 7", "line": "", "stall": True, "since": 1.0}
+    return {
+        "processes": 1,
+        "kind": "batch",
+        "what": "waiting for batch 7",
+        "line": "",
+        "stall": True,
+        "since": 1.0,
+    }
 
 
 def test_an_object_is_written_read_and_removed(store, capsys):
@@ -166,7 +188,9 @@ def test_an_object_is_written_read_and_removed(store, capsys):
     assert main(["stalls", store.run]) == 2, "no run is there"
 
 
-@pytest.mark.parametrize("clocks", [(1e9, 1e9 - 600, 1e9 - 300, 1e9 - 300), (4e9, 1e9, 2.9e10, 2e9)])
+@pytest.mark.parametrize(
+    "clocks", [(1e9, 1e9 - 600, 1e9 - 300, 1e9 - 300), (4e9, 1e9, 2.9e10, 2e9)]
+)
 @pytest.mark.parametrize("in_bucket", [True, False])
 def test_starts_are_in_the_order_in_which_they_were_made(clocks, in_bucket, gcs, tmp_path):
     where = "gs://bkt/run" if in_bucket else str(tmp_path)
@@ -177,7 +201,13 @@ def test_starts_are_in_the_order_in_which_they_were_made(clocks, in_bucket, gcs,
 
 
 def test_names_of_objects_that_are_not_ours_do_not_matter(gcs):
-    for name in ("model.json", "model.00001.json", ".000001.json", "model.000001.json.tmp", "a/model.000001.json"):
+    for name in (
+        "model.json",
+        "model.00001.json",
+        ".000001.json",
+        "model.000001.json.tmp",
+        "a/model.000001.json",
+    ):
         gcs.put("bkt", f"run/starts/{name}", b"")
     start_file("gs://bkt/run")
     assert [start["number"] for start in read_starts("gs://bkt/run")["model"]] == [1]
@@ -186,10 +216,13 @@ def test_names_of_objects_that_are_not_ours_do_not_matter(gcs):
 def test_a_finished_run_that_is_started_again_leaves_nothing_but_the_object_of_its_start(store):
     def everything():
         with store.lock:
-            return {key: found for key, found in store.objects["bkt"].items() if "starts" not in key}
+            return {
+                key: found for key, found in store.objects["bkt"].items() if "starts" not in key
+            }
 
     run(store.run, 5)
-    # A file of another run in the log directory, after which a start writes its marks into a file of their own.
+    # A file of another run in the log directory, after which a start writes its marks into a file
+    # of their own.
     later = f"run/logs/events.out.tfevents.{2**32}.elsewhere.1.0.01234567.89abcdef"
     with store.lock:
         store.objects["bkt"][later] = next(iter(store.objects["bkt"].values()))

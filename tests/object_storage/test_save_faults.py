@@ -1,4 +1,5 @@
-"""Saves and reads with a fault at each request: complete checkpoints or errors, and the next save succeeds."""
+"""Saves and reads with a fault at each request: complete checkpoints or errors, and the next save
+succeeds."""
 
 import os
 
@@ -24,7 +25,9 @@ def restorable_steps(run):
 
 
 def orphaned_keys(store, steps):
-    return [key for key in store.keys("run/model-") if int(key.split("-")[1].split("/")[0]) not in steps]
+    return [
+        key for key in store.keys("run/model-") if int(key.split("-")[1].split("/")[0]) not in steps
+    ]
 
 
 def save(run, *steps):
@@ -43,7 +46,8 @@ def error_of(call):
 
 
 def requests_of_a_save(store):
-    """Return the number of requests of the third save of a run, including its deletions, and the bucket before it."""
+    """Return the number of requests of the third save of a run, including its deletions, and the
+    bucket before it."""
     save(store.run, 1, 2)
     before, bucket = len(store.seen), dict(store.objects["bkt"])
     save(store.run, 3)
@@ -53,7 +57,8 @@ def requests_of_a_save(store):
 @pytest.mark.thorough
 @pytest.mark.parametrize("status", [503, 403, 401, 404, -2, 0])
 def test_persistent_fault_from_each_request_on(each_store, status):
-    """With status 0 requests are executed and all responses lost; with -2 one response is lost, then 503 follow."""
+    """With status 0 requests are executed and all responses lost; with -2 one response is lost,
+    then 503 follow."""
     each_store.page = 1000
     count, bucket = requests_of_a_save(each_store)
     assert 12 <= count <= 40
@@ -104,7 +109,10 @@ def test_corruption_of_any_object_is_detected(store):
             flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
             for corrupted in (flipped, data[:at]):
                 store.objects["bkt"][key] = generation, corrupted
-                with pytest.raises(jstep.CheckpointError, match=r"model-2.*intact checkpoint is step 1"):
+                with pytest.raises(
+                    jstep.CheckpointError,
+                    match=r"model-2.*intact checkpoint is step 1",
+                ):
                     jstep.Saver(store.run).restore(state_at(0))
         del store.objects["bkt"][key]
         with pytest.raises((jstep.CheckpointError, FileNotFoundError)):
@@ -121,7 +129,13 @@ def run(url, **options):
     train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"][None] - x) ** 2), optimizer)
     state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
     batches = jstep.batches(np.arange(24, dtype=np.float32).reshape(8, 3), 2, seed=0)
-    return jstep.train(train_step, state, batches, progress=False, **{"last_step": 20, "checkpoint_dir": url} | options)
+    return jstep.train(
+        train_step,
+        state,
+        batches,
+        progress=False,
+        **{"last_step": 20, "checkpoint_dir": url} | options,
+    )
 
 
 def test_expired_credentials_do_not_restart_from_scratch(store):
@@ -142,7 +156,13 @@ def test_expired_credentials_do_not_restart_from_scratch(store):
 
 def test_resume_is_bitwise_on_objects(store):
     uninterrupted = run(None, last_step=20)
-    run(store.run, last_step=7, logdir=f"{store.run}/logs", save_checkpoint_steps=3, save_summaries_steps=1)
+    run(
+        store.run,
+        last_step=7,
+        logdir=f"{store.run}/logs",
+        save_checkpoint_steps=3,
+        save_summaries_steps=1,
+    )
     resumed = run(store.run, last_step=20, logdir=f"{store.run}/logs", save_summaries_steps=1)
     assert jnp.array_equal(resumed.params["w"], uninterrupted.params["w"])
 

@@ -45,7 +45,10 @@ def test_an_index_of_a_later_version_is_refused_and_is_not_taken_for_a_copy(stor
         saver.save(state_at(7))
     (mark,) = store.keys("run/~jstep")
     assert store.data(mark).decode() == jstep.__version__
-    said = r"the index of this bucket has format 3, which .*\) does not know.*intact.*written by jstep 7\.8\.9: install"
+    said = (
+        r"the index of this bucket has format 3, "
+        r"which .*\) does not know.*intact.*written by jstep 7\.8\.9: install"
+    )
     for is_beside in (True, False):  # the later version may also leave the mark of this one
         store.put("bkt", "run/~jstep.3", b"7.8.9")
         if not is_beside:
@@ -53,7 +56,10 @@ def test_an_index_of_a_later_version_is_refused_and_is_not_taken_for_a_copy(stor
                 del store.objects["bkt"][mark]
         with pytest.raises(jstep.UnsupportedFormatError, match=said):
             jstep.Saver(store.run).restore(state_at(0))
-        with jstep.Saver(store.run) as saver, pytest.raises(jstep.UnsupportedFormatError, match=said):
+        with (
+            jstep.Saver(store.run) as saver,
+            pytest.raises(jstep.UnsupportedFormatError, match=said),
+        ):
             saver.save(state_at(8))
         with pytest.raises(jstep.UnsupportedFormatError, match=said):
             jstep.latest_checkpoint(store.run)
@@ -96,12 +102,17 @@ def test_sharded_states_are_restored_onto_any_mesh(store, monkeypatch):
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     value = jnp.arange(16 * 24, dtype=jnp.float32).reshape(16, 24)
     layouts = [P(), P("data", "model"), P(None, ("data", "model"))]
-    saved = {str(i): jax.device_put(value + i, NamedSharding(mesh, spec)) for i, spec in enumerate(layouts)}
+    saved = {
+        str(i): jax.device_put(value + i, NamedSharding(mesh, spec))
+        for i, spec in enumerate(layouts)
+    }
     with jstep.Saver(store.run) as saver:
         saver.save(jstep.TrainState(saved, {}, jnp.int32(1)))
         for spec in layouts:
             other = NamedSharding(jax.make_mesh((2, 4), ("data", "model")), spec)
-            target = jax.tree.map(lambda x, s=other: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), saved)
+            target = jax.tree.map(
+                lambda x, s=other: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), saved
+            )
             back = saver.restore(jstep.TrainState(target, {}, jnp.int32(0)))
             for i in range(len(layouts)):
                 assert back.params[str(i)].sharding == other
@@ -190,14 +201,17 @@ def test_saves_succeed_without_permission_to_delete(store, caplog):
             saver.save(state_at(step))
         saver.wait()
         assert saver.all_steps() == [0, 1, 2, 3]
-    assert sum(line.startswith("DELETE") for line in store.seen) == 2, "one for the first checkpoint, one for the claim"
+    assert sum(line.startswith("DELETE") for line in store.seen) == 2, (
+        "one for the first checkpoint, one for the claim"
+    )
     messages = [record.message for record in caplog.records if "stay" in record.message]
     assert len(messages) == 1
     assert "grant the right to delete in 'bkt'" in messages[0]
 
 
 def test_number_of_requests_for_100_leaves(store, monkeypatch):
-    # Reads that begin within this time are one request: how many do so in 2 ms depends on the load of the machine.
+    # Reads that begin within this time are one request: how many do so in 2 ms depends on the load
+    # of the machine.
     monkeypatch.setitem(array_reader._TOGETHER, "experimental_read_coalescing_interval", "200ms")
     store.page = 1000
     params = {f"layer{i}": {"w": jnp.full((50, 50), i, jnp.float32)} for i in range(33)}

@@ -49,7 +49,8 @@ def test_requests_do_not_grow_with_checkpoints(store):
 
 
 def test_requests_of_a_claim_and_a_save_do_not_grow_with_checkpoints(store):
-    """A claim with a request for each checkpoint would exceed its time limit one day: the run could not start again."""
+    """A claim with a request for each checkpoint would exceed its time limit one day: the run could
+    not start again."""
     store.page = 1000
     claims, saves = [], []
     for steps in (range(5), range(5, 12), range(12, 30)):
@@ -72,8 +73,12 @@ def test_only_what_exists_is_listed(store, has_long_lists, monkeypatch):
     remove(store, "model-5/manifest.json")
     with jstep.Saver(store.run, max_to_keep=None) as saver:
         saver.delete(6)
-    store.objects["bkt"]["run/model-90/notes/manifest.json"] = store.objects["bkt"]["run/model-4/manifest.json"]
-    store.objects["bkt"]["run/model-04/manifest.json"] = store.objects["bkt"]["run/model-4/manifest.json"]
+    store.objects["bkt"]["run/model-90/notes/manifest.json"] = store.objects["bkt"][
+        "run/model-4/manifest.json"
+    ]
+    store.objects["bkt"]["run/model-04/manifest.json"] = store.objects["bkt"][
+        "run/model-4/manifest.json"
+    ]
     assert jstep.Saver(store.run).all_steps() == [0, 1, 2, 4, 7]
     assert jstep.Saver(store.run, prefix="model-2").all_steps() == [3, 50, 60]
 
@@ -82,7 +87,9 @@ def test_the_best_step_reads_manifests_at_once(store, monkeypatch):
     with jstep.Saver(store.run, max_to_keep=None) as saver:
         for step, value in enumerate((3.0, 1.0, 2.0)):
             extra = as_checkpoint_extra(None)
-            engine_of(saver).save(state_at(step), extra._replace(best=BestRecord("loss", value, "min")))
+            engine_of(saver).save(
+                state_at(step), extra._replace(best=BestRecord("loss", value, "min"))
+            )
     barrier, read = threading.Barrier(3, timeout=30), object_store.ObjectStore.manifest
 
     def read_together(self, path):
@@ -98,7 +105,9 @@ def test_a_checkpoint_that_goes_while_the_best_is_sought(store, monkeypatch):
     with jstep.Saver(store.run, max_to_keep=None) as saver:
         for step, value in enumerate((3.0, 1.0, 2.0)):
             extra = as_checkpoint_extra(None)
-            engine_of(saver).save(state_at(step), extra._replace(best=BestRecord("loss", value, "min")))
+            engine_of(saver).save(
+                state_at(step), extra._replace(best=BestRecord("loss", value, "min"))
+            )
     reader = jstep.Saver(store.run)
     steps = reader.all_steps()
     remove(store, "model-1/")
@@ -114,7 +123,9 @@ def test_the_newest_of_each_prefix_is_found_by_one_list(store):
     counts = []
     checkpoints.list_once()
     for prefix in ("a", "b", "c"):
-        count, newest = requests_of(store, lambda prefix=prefix: next(checkpoints.newest_first(prefix)))
+        count, newest = requests_of(
+            store, lambda prefix=prefix: next(checkpoints.newest_first(prefix))
+        )
         assert newest == (10, f"{store.run}/{prefix}-10")
         counts.append(count)
         assert not any("list-type" in request or "Offset" in request for request in store.seen)

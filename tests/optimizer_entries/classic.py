@@ -24,7 +24,12 @@ def label(path, leaf):
 CLASSIC = {
     "gradient_descent": Entry(jstep.gradient_descent, {}, ("learning_rate",), rate=0.02),
     "momentum": Entry(lambda lr: jstep.momentum(lr, 0.9), {"momentum": 0.0}, MOMENTUM, rate=0.01),
-    "nesterov": Entry(lambda lr: jstep.momentum(lr, 0.9, use_nesterov=True), {"momentum": 0.0}, MOMENTUM, rate=0.01),
+    "nesterov": Entry(
+        lambda lr: jstep.momentum(lr, 0.9, use_nesterov=True),
+        {"momentum": 0.0},
+        MOMENTUM,
+        rate=0.01,
+    ),
     "adagrad": Entry(jstep.adagrad, {"accumulator": 0.1}, ("learning_rate",), rate=0.5),
     "adam": Entry(jstep.adam, ZEROS, ADAM, AGED, rate=0.02),
     "rmsprop": Entry(jstep.rmsprop, {"momentum": 0.0, "rms": 1.0}, RMSPROP, rate=0.002, steps=4000),
@@ -71,7 +76,9 @@ CLASSIC = {
         rate=0.05,
     ),
     "with_moving_average": Entry(
-        lambda lr: jstep.with_moving_average(jstep.adam(lr), jstep.ExponentialMovingAverage(0.9, num_updates=True)),
+        lambda lr: jstep.with_moving_average(
+            jstep.adam(lr), jstep.ExponentialMovingAverage(0.9, num_updates=True)
+        ),
         {EMA: "copy", **ZEROS},
         ADAM,
         AGED,
@@ -81,7 +88,8 @@ CLASSIC = {
     ),
     "with_debiased_average": Entry(
         lambda lr: jstep.with_moving_average(
-            jstep.momentum(lr, 0.9), jstep.ExponentialMovingAverage(0.9, zero_debias=True, name="average")
+            jstep.momentum(lr, 0.9),
+            jstep.ExponentialMovingAverage(0.9, zero_debias=True, name="average"),
         ),
         {"average": 0.0, "momentum": 0.0},
         MOMENTUM,
@@ -90,25 +98,37 @@ CLASSIC = {
         averages=("average",),
     ),
     "skip_nonfinite": Entry(
-        lambda lr: jstep.skip_nonfinite(jstep.adam(lr)), ZEROS, ADAM, {"last_finite_step": MADE_AT, **AGED}, rate=0.02
+        lambda lr: jstep.skip_nonfinite(jstep.adam(lr)),
+        ZEROS,
+        ADAM,
+        {"last_finite_step": MADE_AT, **AGED},
+        rate=0.02,
     ),
     "everything": Entry(
         lambda lr: jstep.skip_nonfinite(
             jstep.with_moving_average(
                 jstep.chain(
                     jstep.clip_gradients(by_global_norm=5.0),
-                    jstep.partition({"one": jstep.momentum(lr, 0.9), "other": jstep.rmsprop(lr)}, label),
+                    jstep.partition(
+                        {"one": jstep.momentum(lr, 0.9), "other": jstep.rmsprop(lr)}, label
+                    ),
                 ),
                 jstep.ExponentialMovingAverage(0.9),
             )
         ),
         {EMA: "copy", "one/momentum": 0.0, "other/momentum": 0.0, "other/rms": 1.0},
-        ("clip_by_global_norm", "one/learning_rate", "one/momentum", *(f"other/{name}" for name in RMSPROP)),
+        (
+            "clip_by_global_norm",
+            "one/learning_rate",
+            "one/momentum",
+            *(f"other/{name}" for name in RMSPROP),
+        ),
         {"last_finite_step": MADE_AT},
         rate=0.002,
         steps=4000,
         averages=(EMA,),
-        # One extra copy: the average is computed from new parameters before the guard decides whether to keep them.
+        # One extra copy: the average is computed from new parameters before the guard decides
+        # whether to keep them.
         copies=1.3,
     ),
 }

@@ -9,7 +9,14 @@ DECAY = ("weight_decay",)
 SGD = ("dampening", "learning_rate", "momentum", "weight_decay")
 FREE = ("beta1", "learning_rate", "r", "weight_decay", "weight_lr_power")
 FREE_SCALARS = {**AGED, "weight_sum": 0.0, "lr_max": 0.0, "beta1": 0.9}
-ADAFACTOR = ("clip_threshold", "decay_rate", "epsilon", "epsilon_scale", "learning_rate", "weight_decay")
+ADAFACTOR = (
+    "clip_threshold",
+    "decay_rate",
+    "epsilon",
+    "epsilon_scale",
+    "learning_rate",
+    "weight_decay",
+)
 FACTORS = {"v_row": "other", "v_col": "other", "v": "other"}
 SOAP = {**ZEROS, **dict.fromkeys(("gg_0", "gg_1", "q_0", "q_1"), "other")}
 PRODIGY_SCALARS = {**AGED, "d": 0.1, "d_max": 0.1, "d_numerator": 0.0}
@@ -24,34 +31,54 @@ def by_matrix(path, leaf):
 
 
 def muon_and_adamw(lr):
-    return jstep.partition({"muon": jstep.muon(lr), "other": jstep.adamw(lr, weight_decay=0.0)}, by_matrix)
+    return jstep.partition(
+        {"muon": jstep.muon(lr), "other": jstep.adamw(lr, weight_decay=0.0)}, by_matrix
+    )
 
 
 def blocks_of_adamw(lr):
-    return jstep.chain(jstep.scale_by_adam(), jstep.add_weight_decay(0.0), jstep.scale_by_learning_rate(lr))
+    return jstep.chain(
+        jstep.scale_by_adam(), jstep.add_weight_decay(0.0), jstep.scale_by_learning_rate(lr)
+    )
 
 
 def by_nonzero_matrix(path, leaf):
-    """Exclude the matrix of sharding/layouts.py that is initialized with zeros and would remain zero."""
+    """Exclude the matrix of sharding/layouts.py that is initialized with zeros and would remain
+    zero."""
     return "other" if path == "deep/y" else by_matrix(path, leaf)
 
 
 def names_under(label, *names):
-    return tuple(sorted((*(f"{label}/{name}" for name in names), *(f"other/{name}" for name in ADAM))))
+    return tuple(
+        sorted((*(f"{label}/{name}" for name in names), *(f"other/{name}" for name in ADAM)))
+    )
 
 
 def slots_under(label, slots):
-    return {**{f"{label}/{name}": value for name, value in slots.items()}, "other/m": 0.0, "other/v": 0.0}
+    return {
+        **{f"{label}/{name}": value for name, value in slots.items()},
+        "other/m": 0.0,
+        "other/v": 0.0,
+    }
 
 
 MODERN = {
     "sgd": Entry(jstep.sgd, {}, SGD, rate=0.02),
-    "sgd_nesterov": Entry(lambda lr: jstep.sgd(lr, 0.9, use_nesterov=True), {"momentum": 0.0}, SGD, rate=0.01),
-    "sgd_dampening": Entry(lambda lr: jstep.sgd(lr, 0.9, 0.5), {"momentum": 0.0}, SGD, AGED, rate=0.01),
-    "sgd_decay": Entry(
-        lambda lr: jstep.sgd(lr, 0.9, use_nesterov=True, weight_decay=1e-5), {"momentum": 0.0}, SGD, rate=0.01
+    "sgd_nesterov": Entry(
+        lambda lr: jstep.sgd(lr, 0.9, use_nesterov=True), {"momentum": 0.0}, SGD, rate=0.01
     ),
-    "adamw": Entry(lambda lr: jstep.adamw(lr, weight_decay=1e-5), ZEROS, names(*DECAY), AGED, rate=0.02),
+    "sgd_dampening": Entry(
+        lambda lr: jstep.sgd(lr, 0.9, 0.5), {"momentum": 0.0}, SGD, AGED, rate=0.01
+    ),
+    "sgd_decay": Entry(
+        lambda lr: jstep.sgd(lr, 0.9, use_nesterov=True, weight_decay=1e-5),
+        {"momentum": 0.0},
+        SGD,
+        rate=0.01,
+    ),
+    "adamw": Entry(
+        lambda lr: jstep.adamw(lr, weight_decay=1e-5), ZEROS, names(*DECAY), AGED, rate=0.02
+    ),
     "adamw_amsgrad": Entry(
         lambda lr: jstep.adamw(lr, weight_decay=0.0, amsgrad=True),
         {**ZEROS, "v_max": 0.0},
@@ -61,7 +88,12 @@ MODERN = {
         steps=4000,
     ),
     "lion": Entry(
-        jstep.lion, {"m": 0.0}, ("beta1", "beta2", "learning_rate", "weight_decay"), rate=0.002, steps=4000, slope=False
+        jstep.lion,
+        {"m": 0.0},
+        ("beta1", "beta2", "learning_rate", "weight_decay"),
+        rate=0.002,
+        steps=4000,
+        slope=False,
     ),
     "adafactor": Entry(
         lambda lr: jstep.adafactor(lr, min_dim_size_to_factor=1),
@@ -73,7 +105,9 @@ MODERN = {
         steps=4000,
     ),
     "adafactor_momentum": Entry(
-        lambda lr: jstep.adafactor(lr, momentum=0.5, scale_parameter=False, min_dim_size_to_factor=1),
+        lambda lr: jstep.adafactor(
+            lr, momentum=0.5, scale_parameter=False, min_dim_size_to_factor=1
+        ),
         {**FACTORS, "m": 0.0},
         (*ADAFACTOR[:-1], "momentum", "weight_decay"),
         AGED,
@@ -87,7 +121,10 @@ MODERN = {
         tuple(
             sorted(
                 (
-                    *(f"muon/{name}" for name in ("epsilon", "learning_rate", "momentum", "weight_decay")),
+                    *(
+                        f"muon/{name}"
+                        for name in ("epsilon", "learning_rate", "momentum", "weight_decay")
+                    ),
                     *(f"other/{name}" for name in names(*DECAY)),
                 )
             )
@@ -104,7 +141,9 @@ MODERN = {
         rate=0.1,
         steps=6000,
     ),
-    "schedule_free_sgd": Entry(jstep.schedule_free_sgd, {"z": "copy"}, FREE, FREE_SCALARS, rate=0.05, steps=6000),
+    "schedule_free_sgd": Entry(
+        jstep.schedule_free_sgd, {"z": "copy"}, FREE, FREE_SCALARS, rate=0.05, steps=6000
+    ),
     "nadam": Entry(jstep.nadam, ZEROS, names(*DECAY), AGED, rate=0.02),
     "nadam_growing": Entry(
         lambda lr: jstep.nadam(lr, momentum_decay=0.004),
@@ -160,11 +199,23 @@ MODERN = {
     "adabelief": Entry(jstep.adabelief, ZEROS, names("epsilon_root"), AGED, rate=0.02),
     "yogi": Entry(jstep.yogi, {"m": 1e-6, "v": 1e-6}, ADAM, AGED, rate=0.02),
     "novograd": Entry(
-        jstep.novograd, {"m": 0.0, "v": "scalar"}, names(*DECAY), AGED, rate=0.002, copies=1.1, steps=4000
+        jstep.novograd,
+        {"m": 0.0, "v": "scalar"},
+        names(*DECAY),
+        AGED,
+        rate=0.002,
+        copies=1.1,
+        steps=4000,
     ),
-    "signum": Entry(jstep.signum, {"m": 0.0}, ("beta", "learning_rate"), rate=0.002, steps=4000, slope=False),
-    "adan": Entry(jstep.adan, {**ZEROS, "d": 0.0, "previous": 0.0}, names("beta3", *DECAY), AGED, rate=0.02),
-    "adopt": Entry(jstep.adopt, ZEROS, ADAM, AGED, rate=0.02, steps=4000, idle=1, matching_steps=10),
+    "signum": Entry(
+        jstep.signum, {"m": 0.0}, ("beta", "learning_rate"), rate=0.002, steps=4000, slope=False
+    ),
+    "adan": Entry(
+        jstep.adan, {**ZEROS, "d": 0.0, "previous": 0.0}, names("beta3", *DECAY), AGED, rate=0.02
+    ),
+    "adopt": Entry(
+        jstep.adopt, ZEROS, ADAM, AGED, rate=0.02, steps=4000, idle=1, matching_steps=10
+    ),
     "madgrad": Entry(
         jstep.madgrad,
         {"s": 0.0, "grad_sum_sq": 0.0, "initial": "copy"},
@@ -174,7 +225,10 @@ MODERN = {
     ),
     "adamh": Entry(
         lambda lr: jstep.partition(
-            {"muon": jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(lr)), "other": jstep.adam(lr)},
+            {
+                "muon": jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(lr)),
+                "other": jstep.adam(lr),
+            },
             by_nonzero_matrix,
         ),
         slots_under("muon", ZEROS),
@@ -199,7 +253,15 @@ MODERN = {
             by_matrix,
         ),
         slots_under("muon", {"momentum": 0.0, "neuron_v": "other"}),
-        names_under("muon", "epsilon", "learning_rate", "momentum", "neuron_beta2", "neuron_epsilon", "weight_decay"),
+        names_under(
+            "muon",
+            "epsilon",
+            "learning_rate",
+            "momentum",
+            "neuron_beta2",
+            "neuron_epsilon",
+            "weight_decay",
+        ),
         {"other/start_step": AGED["start_step"]},
         rate=0.02,
         copies=4.1,
@@ -209,7 +271,9 @@ MODERN = {
             {
                 "muon": jstep.chain(
                     jstep.trace(0.95, use_nesterov=True),
-                    jstep.orthogonalize(ns_coefficients="polar_express", scale=None, normalization="schatten"),
+                    jstep.orthogonalize(
+                        ns_coefficients="polar_express", scale=None, normalization="schatten"
+                    ),
                     jstep.normalize_neurons(over="short"),
                     jstep.on_hyperball(lr, 1.5),
                 ),
@@ -218,7 +282,15 @@ MODERN = {
             by_nonzero_matrix,
         ),
         slots_under("muon", {"momentum": 0.0, "neuron_v": "other"}),
-        names_under("muon", "epsilon", "learning_rate", "momentum", "neuron_beta2", "neuron_epsilon", "radius"),
+        names_under(
+            "muon",
+            "epsilon",
+            "learning_rate",
+            "momentum",
+            "neuron_beta2",
+            "neuron_epsilon",
+            "radius",
+        ),
         {"other/start_step": AGED["start_step"]},
         rate=0.02,
         steps=0,
@@ -234,13 +306,17 @@ MODERN = {
         slope=False,
     ),
     "blocks_trace": Entry(
-        lambda lr: jstep.chain(jstep.trace(0.9, use_nesterov=True), jstep.scale_by_learning_rate(lr)),
+        lambda lr: jstep.chain(
+            jstep.trace(0.9, use_nesterov=True), jstep.scale_by_learning_rate(lr)
+        ),
         {"momentum": 0.0},
         ("learning_rate", "momentum"),
         rate=0.01,
     ),
     "blocks_rms": Entry(
-        lambda lr: jstep.chain(jstep.scale_by_rms(), jstep.scale(1.0), jstep.scale_by_learning_rate(lr)),
+        lambda lr: jstep.chain(
+            jstep.scale_by_rms(), jstep.scale(1.0), jstep.scale_by_learning_rate(lr)
+        ),
         {"rms": 0.0},
         ("decay", "epsilon", "factor", "learning_rate"),
         rate=0.002,

@@ -12,7 +12,10 @@ _RNG = np.random.default_rng(0)
 
 def _tree(scale=1.0):
     shapes = {"w": (3, 4), "c": (2, 3, 4), "b": (4,), "k": (2, 2, 3, 2), "r": (1, 4)}
-    return {name: jnp.asarray(scale * _RNG.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    return {
+        name: jnp.asarray(scale * _RNG.normal(size=shape), jnp.float32)
+        for name, shape in shapes.items()
+    }
 
 
 PARAMS = _tree()

@@ -1,7 +1,8 @@
-"""Equations of the optimizers in NumPy float64, one leaf at a time: the reference of the golden tests.
+"""The optimizers' equations in NumPy float64, leaf by leaf: the reference of the golden tests.
 
-Each rule is a function `rule(g, p, s, h) -> p'`: s holds the state of the leaf, h the hyperparameters at the step, with
-t, the age of the slots, and wd, which is 0 for a leaf that does not decay. `averages` at the end follows a parameter.
+Each rule is a function `rule(g, p, s, h) -> p'`: s holds the state of the leaf, h the
+hyperparameters at the step, with t, the age of the slots, and wd, which is 0 for a leaf that does
+not decay. `averages` at the end follows a parameter.
 """
 
 import math
@@ -94,7 +95,12 @@ def newton_schulz(x, coefficients, steps, epsilon):
 
 def muon(g, p, s, h):
     m = ema(s, "m", g, h.momentum)
-    u = newton_schulz((1 - h.momentum) * g + h.momentum * m if h.nesterov else m, h.coefficients, h.steps, h.epsilon)
+    u = newton_schulz(
+        (1 - h.momentum) * g + h.momentum * m if h.nesterov else m,
+        h.coefficients,
+        h.steps,
+        h.epsilon,
+    )
     return p - h.lr * (h.scale(*p.shape) * u + h.wd * p)
 
 
@@ -151,7 +157,8 @@ def adamh(g, p, s, h):
 
 
 def nesterov_polar(g, s, h):
-    """The common part of the variants of Muon: Nesterov momentum and the Newton–Schulz iteration."""
+    """The common part of the variants of Muon: Nesterov momentum and the Newton–Schulz
+    iteration."""
     s["M"] = h.momentum * s.get("M", 0.0) + g
     return newton_schulz(g + h.momentum * s["M"], JORDAN, 5, 1e-7)
 
@@ -172,7 +179,8 @@ def normuonh(g, p, s, h):
 
 
 def averages(ema, first, moves):
-    """The averages after each update: `moves` has its step and the new parameter, or None where they do not move."""
+    """The averages after each update: `moves` has its step and the new parameter, or None where
+    they do not move."""
     average, entered, found = 0.0 if ema._starts_at_zeros else first, 0, []
     for move in moves:
         if move is not None:

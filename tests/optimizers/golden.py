@@ -1,4 +1,5 @@
-"""Trajectories of jstep and of references: 12 steps with scheduled rate and decay, on leaves of several shapes."""
+"""Trajectories of jstep and of references: 12 steps with scheduled rate and decay, on leaves of
+several shapes."""
 
 import types
 
@@ -31,7 +32,9 @@ def gradients(step, shapes=SHAPES):
     """Return random gradients of varying scale, with some exact zeros."""
     rng = np.random.default_rng(100 + step)
     drawn = {name: rng.normal(size=shape) * 1.5 ** (step % 5) for name, shape in shapes.items()}
-    return {name: np.float64(np.float32(np.where(np.abs(x) < 0.1, 0.0, x))) for name, x in drawn.items()}
+    return {
+        name: np.float64(np.float32(np.where(np.abs(x) < 0.1, 0.0, x))) for name, x in drawn.items()
+    }
 
 
 def run_jstep(optimizer, shapes=SHAPES, steps=STEPS, dtype=jnp.float32):
@@ -46,12 +49,16 @@ def run_jstep(optimizer, shapes=SHAPES, steps=STEPS, dtype=jnp.float32):
 
 
 def run_equation(rule, hyper, shapes=SHAPES, steps=STEPS, **static):
-    """Return the trajectory of a rule of equations.py; arrays in hyper are schedules, wd applies only to DECAYED."""
+    """Return the trajectory of a rule of equations.py; arrays in hyper are schedules, wd applies
+    only to DECAYED."""
     params, memory = initial_params(shapes), {name: {} for name in shapes}
     trajectory, shared = [], {}
     for n in range(steps):
         grads = gradients(n, shapes)
-        at = {name: value[n] if isinstance(value, np.ndarray) else value for name, value in hyper.items()}
+        at = {
+            name: value[n] if isinstance(value, np.ndarray) else value
+            for name, value in hyper.items()
+        }
         if "weight_lr_power" in at:
             shared["lr_max"] = max(shared.get("lr_max", 0.0), at["lr"])
             weight = (n + 1) ** at["r"] * shared["lr_max"] ** at["weight_lr_power"]
@@ -66,11 +73,18 @@ def run_equation(rule, hyper, shapes=SHAPES, steps=STEPS, **static):
 
 
 def run_torch(make, hyper, shapes=SHAPES, steps=STEPS, decay="weight_decay"):
-    """Return the trajectory of a torch optimizer; arrays in hyper are set in its groups before each step."""
+    """Return the trajectory of a torch optimizer; arrays in hyper are set in its groups before each
+    step."""
     import torch
 
-    tensors = {n: torch.nn.Parameter(torch.tensor(x, dtype=torch.float32)) for n, x in initial_params(shapes).items()}
-    groups = [{"params": [tensor], **({} if name in DECAYED else {decay: 0.0})} for name, tensor in tensors.items()]
+    tensors = {
+        n: torch.nn.Parameter(torch.tensor(x, dtype=torch.float32))
+        for n, x in initial_params(shapes).items()
+    }
+    groups = [
+        {"params": [tensor], **({} if name in DECAYED else {decay: 0.0})}
+        for name, tensor in tensors.items()
+    ]
     optimizer = make(groups)
     trajectory = []
     for n in range(steps):
@@ -81,7 +95,9 @@ def run_torch(make, hyper, shapes=SHAPES, steps=STEPS, decay="weight_decay"):
         for name, grad in gradients(n, shapes).items():
             tensors[name].grad = torch.tensor(grad, dtype=torch.float32)
         optimizer.step()
-        trajectory.append({name: tensor.detach().numpy().copy() for name, tensor in tensors.items()})
+        trajectory.append(
+            {name: tensor.detach().numpy().copy() for name, tensor in tensors.items()}
+        )
     return trajectory
 
 
@@ -89,4 +105,6 @@ def assert_close(found, expected, rtol=2e-5, atol=2e-6):
     """Check that both trajectories agree, leaf by leaf and step by step."""
     for n, (one, other) in enumerate(zip(found, expected, strict=True)):
         for name in one:
-            np.testing.assert_allclose(one[name], other[name], rtol=rtol, atol=atol, err_msg=f"{name} after {n + 1}")
+            np.testing.assert_allclose(
+                one[name], other[name], rtol=rtol, atol=atol, err_msg=f"{name} after {n + 1}"
+            )

@@ -1,4 +1,5 @@
-"""Trajectories of torch, schedulefree and pytorch_optimizer, which are imported when one is computed."""
+"""Trajectories of torch, schedulefree and pytorch_optimizer, which are imported when one is
+computed."""
 
 import warnings
 
@@ -24,7 +25,8 @@ def of_torch(make, hyper, shapes=SHAPES):
 
 
 def schedule_free(name, warmup, power):
-    """Return a function that runs an optimizer of schedulefree; its averages follow the trajectory."""
+    """Return a function that runs an optimizer of schedulefree; its averages follow the
+    trajectory."""
 
     def run():
         import schedulefree
@@ -47,34 +49,48 @@ def schedule_free(name, warmup, power):
 
 
 def prodigy(guard):
-    """Return a function that runs pytorch_optimizer's Prodigy, whose parameters are in one group."""
+    """Return a function that runs pytorch_optimizer's Prodigy, whose parameters are in one
+    group."""
 
     def run():
         import pytorch_optimizer
         import torch
 
-        tensors = {n: torch.nn.Parameter(torch.tensor(x, dtype=torch.float32)) for n, x in initial_params().items()}
-        more = {"growth_rate": 1.5, "safeguard_warmup": guard, "weight_decay": 0.1, "weight_decouple": True}
+        tensors = {
+            n: torch.nn.Parameter(torch.tensor(x, dtype=torch.float32))
+            for n, x in initial_params().items()
+        }
+        more = {
+            "growth_rate": 1.5,
+            "safeguard_warmup": guard,
+            "weight_decay": 0.1,
+            "weight_decouple": True,
+        }
         optimizer = pytorch_optimizer.Prodigy(tensors.values(), lr=0.7, d0=1e-2, **more)
         trajectory = []
         for n in range(STEPS):
             for name, grad in gradients(n).items():
                 tensors[name].grad = torch.tensor(grad, dtype=torch.float32)
             optimizer.step()
-            trajectory.append({name: tensor.detach().numpy().copy() for name, tensor in tensors.items()})
+            trajectory.append(
+                {name: tensor.detach().numpy().copy() for name, tensor in tensors.items()}
+            )
         return trajectory
 
     return run
 
 
 def of_pytorch_optimizer(name, shapes=SHAPES, **arguments):
-    """Return a function that runs an optimizer of pytorch_optimizer with constant weight decay of all leaves."""
+    """Return a function that runs an optimizer of pytorch_optimizer with constant weight decay of
+    all leaves."""
 
     def run():
         import pytorch_optimizer
 
         def make(groups):
-            return getattr(pytorch_optimizer, name)([{**group, "weight_decay": 0.1} for group in groups], **arguments)
+            return getattr(pytorch_optimizer, name)(
+                [{**group, "weight_decay": 0.1} for group in groups], **arguments
+            )
 
         return run_torch(make, {"lr": RATE}, shapes)
 
@@ -88,15 +104,20 @@ REFERENCES = {
     "adamw": of_torch(lambda t, g: t.AdamW(g, 0.1, **ADAM), CHANGING),
     "amsgrad": of_torch(lambda t, g: t.AdamW(g, 0.1, **ADAM, amsgrad=True), CHANGING),
     "nadam": of_torch(
-        lambda t, g: t.NAdam(g, 0.1, **ADAM, momentum_decay=0.004, decoupled_weight_decay=True), CHANGING
+        lambda t, g: t.NAdam(g, 0.1, **ADAM, momentum_decay=0.004, decoupled_weight_decay=True),
+        CHANGING,
     ),
     "adamax": of_torch(lambda t, g: t.Adamax(g, 0.1, **ADAM), {"lr": RATE}),
     "rprop": of_torch(lambda t, g: t.Rprop(g, 0.05), {}),
     "muon": of_torch(lambda t, g: t.Muon(g, adjust_lr_fn="match_rms_adamw"), CHANGING, MATRICES),
     "prodigy": prodigy(False),
     "prodigy-guard": prodigy(True),
-    "soap": of_pytorch_optimizer("SOAP", SQUARE, precondition_frequency=3, max_precondition_dim=10000),
-    "soap-wide": of_pytorch_optimizer("SOAP", WIDE, precondition_frequency=3, max_precondition_dim=4),
+    "soap": of_pytorch_optimizer(
+        "SOAP", SQUARE, precondition_frequency=3, max_precondition_dim=10000
+    ),
+    "soap-wide": of_pytorch_optimizer(
+        "SOAP", WIDE, precondition_frequency=3, max_precondition_dim=4
+    ),
     "adan": of_pytorch_optimizer("Adan", betas=(0.98, 0.92, 0.99), weight_decouple=False),
 }
 for _kind, _name in (("adamw", "AdamWScheduleFree"), ("sgd", "SGDScheduleFree")):

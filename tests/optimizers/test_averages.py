@@ -1,4 +1,5 @@
-"""Moving averages: their equation in NumPy, and those with an interval, a `var_list` or another name."""
+"""Moving averages: their equation in NumPy, and those with an interval, a `var_list` or another
+name."""
 
 import dataclasses
 from typing import NamedTuple
@@ -36,7 +37,9 @@ def test_a_decay_near_one_is_precise_in_float32():
     moved = ema.apply(ema.init({"w": jnp.float32(0)}), {"w": jnp.float32(1)})
     np.testing.assert_allclose(moved["w"], 1e-6, rtol=1e-5)
     debiased = jstep.ExponentialMovingAverage(0.999999, zero_debias=True)
-    first = debiased.apply(debiased.init({"w": jnp.float32(0)}), {"w": jnp.float32(3)}, num_updates=1)
+    first = debiased.apply(
+        debiased.init({"w": jnp.float32(0)}), {"w": jnp.float32(3)}, num_updates=1
+    )
     np.testing.assert_allclose(first["w"], 3.0, rtol=1e-6)
 
 
@@ -59,12 +62,16 @@ ONES = {"w": jnp.ones(2), "half": jnp.ones(2, jnp.bfloat16), "n": None}
 def test_nonfinite_params_between_updates_are_ignored():
     """Between two updates the parameters do not enter the average, not even as 0 · ∞."""
     ema = jstep.ExponentialMovingAverage(0.5, every=2)
-    averages = ema.apply(ema.init({"w": jnp.float32(1.0)}), {"w": jnp.float32(jnp.inf)}, num_updates=1)
+    averages = ema.apply(
+        ema.init({"w": jnp.float32(1.0)}), {"w": jnp.float32(jnp.inf)}, num_updates=1
+    )
     assert float(averages["w"]) == 1.0
 
 
 def test_var_list_selects_the_averaged_params():
-    optimizer = jstep.with_moving_average(jstep.gradient_descent(0.1), jstep.ExponentialMovingAverage(0.5), "w*")
+    optimizer = jstep.with_moving_average(
+        jstep.gradient_descent(0.1), jstep.ExponentialMovingAverage(0.5), "w*"
+    )
     state = jstep.apply_gradients(jstep.TrainState.create(PARAMS, optimizer), ONES, optimizer)
     assert jstep.get_slot(state, AVERAGES, "half") is None
     averaged = jstep.averaged_params(state)
@@ -73,8 +80,16 @@ def test_var_list_selects_the_averaged_params():
 
 
 def test_averaged_params_keep_dtypes_and_other_leaves():
-    optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), jstep.ExponentialMovingAverage(0.5))
-    params = {"f": jnp.zeros(2), "h": jnp.zeros(2, jnp.bfloat16), "i": jnp.arange(2), "n": None, "k": jax.random.key(0)}
+    optimizer = jstep.with_moving_average(
+        jstep.gradient_descent(1.0), jstep.ExponentialMovingAverage(0.5)
+    )
+    params = {
+        "f": jnp.zeros(2),
+        "h": jnp.zeros(2, jnp.bfloat16),
+        "i": jnp.arange(2),
+        "n": None,
+        "k": jax.random.key(0),
+    }
     state = jstep.TrainState.create(params, optimizer)
     grads = {"f": -jnp.ones(2), "h": -jnp.ones(2, jnp.bfloat16), "i": None, "n": None, "k": None}
     state = jstep.apply_gradients(state, grads, optimizer)
@@ -137,12 +152,15 @@ def test_a_held_decay_is_in_the_state():
 
     averages, params = averages_of(optimizer, changes=changes)
     for step, decay in enumerate(DECAYS):
-        np.testing.assert_allclose(averages[step + 1], decay * averages[step] + (1 - decay) * params[step + 1])
+        np.testing.assert_allclose(
+            averages[step + 1], decay * averages[step] + (1 - decay) * params[step + 1]
+        )
     step = jstep.minimize(lambda p: jnp.sum(p["w"]), optimizer)
     _, metrics = step(jstep.TrainState.create(PARAMS, optimizer))
     assert float(metrics["teacher"]) == 0
     with pytest.raises(
-        TypeError, match=r"decay=held\('teacher', …\): its value is in the state; use jstep.with_moving"
+        TypeError,
+        match=r"decay=held\('teacher', …\): its value is in the state; use jstep.with_moving",
     ):
         ema.apply(ema.init(PARAMS), PARAMS)
 
@@ -150,7 +168,9 @@ def test_a_held_decay_is_in_the_state():
 def moved_by(ema, change=lambda state: state):
     """Return how far the average of a parameter that stays 1 moves from 0 in one update."""
     optimizer = jstep.with_moving_average(
-        jstep.gradient_descent(0.0), ema, initial=None if ema.zero_debias else lambda p: jax.tree.map(jnp.zeros_like, p)
+        jstep.gradient_descent(0.0),
+        ema,
+        initial=None if ema.zero_debias else lambda p: jax.tree.map(jnp.zeros_like, p),
     )
     state = change(jstep.TrainState.create({"w": jnp.ones(2)}, optimizer))
     state, metrics = jstep.minimize(lambda p: jnp.sum(p["w"]), optimizer)(state)
@@ -164,7 +184,9 @@ def test_a_rate_is_applied_as_it_is_given_where_a_decay_loses_digits(rate):
     number, metrics = moved_by(jstep.ExponentialMovingAverage(rate=rate))
     assert number == exact
     assert "ExponentialMovingAverage/rate" not in metrics
-    scheduled, metrics = moved_by(jstep.ExponentialMovingAverage(rate=lambda step: rate, name="mean"))
+    scheduled, metrics = moved_by(
+        jstep.ExponentialMovingAverage(rate=lambda step: rate, name="mean")
+    )
     assert scheduled == exact
     assert float(metrics["mean/rate"]) == exact
     held = jstep.ExponentialMovingAverage(rate=jstep.held("speed", 0.5))
@@ -174,8 +196,10 @@ def test_a_rate_is_applied_as_it_is_given_where_a_decay_loses_digits(rate):
 
 
 def test_a_rate_with_num_updates_and_zero_debias():
-    assert moved_by(jstep.ExponentialMovingAverage(rate=1e-7, num_updates=True))[0] == np.float32(9 / 11)
-    assert moved_by(jstep.ExponentialMovingAverage(rate=0.95, num_updates=True))[0] == np.float32(0.95)
+    moved = moved_by(jstep.ExponentialMovingAverage(rate=1e-7, num_updates=True))
+    assert moved[0] == np.float32(9 / 11)
+    moved = moved_by(jstep.ExponentialMovingAverage(rate=0.95, num_updates=True))
+    assert moved[0] == np.float32(0.95)
     assert moved_by(jstep.ExponentialMovingAverage(rate=1e-7, zero_debias=True))[0] == 1
     for rate in (1e-3, 0.0):
         given = jstep.ExponentialMovingAverage(rate=rate, zero_debias=True)
@@ -184,7 +208,9 @@ def test_a_rate_with_num_updates_and_zero_debias():
             np.testing.assert_allclose(given._weight(age), same._weight(age), rtol=1e-6)
 
 
-@pytest.mark.parametrize("given", [lambda params: {**params, "w": params["w"] * 10}, {**PARAMS, "w": PARAMS["w"] * 10}])
+@pytest.mark.parametrize(
+    "given", [lambda params: {**params, "w": params["w"] * 10}, {**PARAMS, "w": PARAMS["w"] * 10}]
+)
 def test_initial_values(given):
     ema = jstep.ExponentialMovingAverage(0.75)
     optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), ema, initial=given)
@@ -194,10 +220,14 @@ def test_initial_values(given):
     state = jstep.TrainState.create(PARAMS, optimizer)
     assert state.slots[AVERAGES]["half"].dtype == jnp.float32
     assert state.slots[AVERAGES]["n"] is None
-    assert jax.eval_shape(lambda: jstep.TrainState.create(PARAMS, optimizer)).slots[AVERAGES]["w"].shape == (2,)
+    shapes = jax.eval_shape(lambda: jstep.TrainState.create(PARAMS, optimizer))
+    assert shapes.slots[AVERAGES]["w"].shape == (2,)
     step = jstep.minimize(lambda p: jnp.sum(p["w"]), optimizer)
     step(state)  # donates the averages, and neither params nor the initial values
-    assert jstep.averaged_params(jstep.TrainState.create(PARAMS, optimizer))["w"].tolist() == [10.0, 20.0]
+    assert jstep.averaged_params(jstep.TrainState.create(PARAMS, optimizer))["w"].tolist() == [
+        10.0,
+        20.0,
+    ]
 
 
 # Averages move once in each update of their leaf.
@@ -206,7 +236,8 @@ PLAYERS = ("d", "dd", "g")  # a label is the prefix of another one
 
 
 class Update(NamedTuple):
-    """An update: the leaves that have a gradient, whether the step advances, whether the gradients are NaN."""
+    """An update: the leaves that have a gradient, whether the step advances, whether the gradients
+    are NaN."""
 
     leaves: tuple[str, ...]
     increment: bool = True
@@ -256,7 +287,9 @@ AROUND = {
     "masters": lambda ema: jstep.skip_nonfinite(jstep.master_weights(with_average(players(), ema))),
     "compact inside": lambda ema: with_average(jstep.compact(jstep.skip_nonfinite(players())), ema),
     "projection": lambda ema: with_average(
-        jstep.with_projection(jstep.skip_nonfinite(players()), lambda p: jax.tree.map(lambda x: jnp.clip(x, -1, 1), p)),
+        jstep.with_projection(
+            jstep.skip_nonfinite(players()), lambda p: jax.tree.map(lambda x: jnp.clip(x, -1, 1), p)
+        ),
         ema,
     ),
     "two averages": lambda ema: with_average(
@@ -266,14 +299,23 @@ AROUND = {
     "labels": lambda ema: players(lambda part: jstep.skip_nonfinite(with_average(part, ema))),
     "labels of wrappers": lambda ema: players(
         lambda part: jstep.skip_nonfinite(
-            jstep.update_every(jstep.chain(jstep.master_weights(with_average(part, ema))), 1, accumulate=True)
+            jstep.update_every(
+                jstep.chain(jstep.master_weights(with_average(part, ema))), 1, accumulate=True
+            )
         )
     ),
 }
 
 
-AROUND_GUARDS = ("guard inside", "guards of all parts", "compact inside", "projection", "two averages")
-"""Averages that follow updates count those that a guard inside of them skips, as around `update_every`."""
+AROUND_GUARDS = (
+    "guard inside",
+    "guards of all parts",
+    "compact inside",
+    "projection",
+    "two averages",
+)
+"""Averages that follow updates count those that a guard inside of them skips, as around
+`update_every`."""
 
 
 def averages_by_hand(states, ema, player, around):
@@ -281,16 +323,26 @@ def averages_by_hand(states, ema, player, around):
     found = []
     for i, update in enumerate(PROGRAM):
         has_gradient = player in update.leaves
-        is_skipped = update.is_nan and around not in AROUND_GUARDS and (has_gradient or "labels" not in around)
+        is_skipped = (
+            update.is_nan
+            and around not in AROUND_GUARDS
+            and (has_gradient or "labels" not in around)
+        )
         is_made = (update.increment if ema.per_step else has_gradient) and not is_skipped
-        found.append((int(states[i].global_step), float(states[i + 1].params[player])) if is_made else None)
+        found.append(
+            (int(states[i].global_step), float(states[i + 1].params[player])) if is_made else None
+        )
     return equations.averages(ema, float(states[0].params[player]), found)
 
 
 def run_of_players(optimizer, first=0):
     def update(state, one):
         def gradient(name):
-            return jnp.cos(3 * state.params[name] + 1) * (jnp.nan if one.is_nan else 1) if name in one.leaves else None
+            return (
+                jnp.cos(3 * state.params[name] + 1) * (jnp.nan if one.is_nan else 1)
+                if name in one.leaves
+                else None
+            )
 
         grads = {name: gradient(name) for name in PLAYERS}
         return jstep.apply_gradients(state, grads, optimizer, increment_global_step=one.increment)
@@ -301,7 +353,9 @@ def run_of_players(optimizer, first=0):
     return states
 
 
-@pytest.mark.thorough(except_for=["True-zero_debias-labels of wrappers", "True-plain-guard outside"])
+@pytest.mark.thorough(
+    except_for=["True-zero_debias-labels of wrappers", "True-plain-guard outside"]
+)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", AVERAGES_OF_PLAYERS)
 @pytest.mark.parametrize("per_step", [False, True])
@@ -317,16 +371,21 @@ def test_every_leaf_moves_once_in_each_update_that_counts(per_step, name, around
                 continue
             got = [float(state.slots[slot][player]) for state in states[1:]]
             want = averages_by_hand(states, ema, player, around)
-            # Before its first update, an average from zeros may have taken the value of its parameter.
+            # Before its first update, an average from zeros may have taken the value of its
+            # parameter.
             first = next(i for i, value in enumerate(want) if value)
             np.testing.assert_allclose(got[first:], want[first:], rtol=2e-5, atol=1e-6)
 
 
 def equal_ends(optimizer, compiled=False):
-    """Return the states after steps of which the last update, or `increment_global_step`, increments the step."""
+    """Return the states after steps of which the last update, or `increment_global_step`,
+    increments the step."""
 
     def update(state, leaves, increment=False):
-        grads = {name: jnp.cos(3 * state.params[name] + 1) if name in leaves else None for name in PLAYERS}
+        grads = {
+            name: jnp.cos(3 * state.params[name] + 1) if name in leaves else None
+            for name in PLAYERS
+        }
         return jstep.apply_gradients(state, grads, optimizer, increment_global_step=increment)
 
     def by_update(state):

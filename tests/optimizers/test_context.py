@@ -14,26 +14,43 @@ EMA = jstep.ExponentialMovingAverage(0.5)
 
 
 def loss_fn(params, x):
-    return jnp.mean(x) * jnp.sum(params["w"].astype(jnp.float32) ** 2) + params["v"].astype(jnp.float32) ** 3
+    return (
+        jnp.mean(x) * jnp.sum(params["w"].astype(jnp.float32) ** 2)
+        + params["v"].astype(jnp.float32) ** 3
+    )
 
 
 def recording(seen):
-    """Return an optimizer that stores the loss, and loss and gradient at moved parameters, in its slots."""
+    """Return an optimizer that stores the loss, and loss and gradient at moved parameters, in its
+    slots."""
 
     def init(params, global_step=0):
-        return {"loss": jnp.zeros(()), "there": jnp.zeros(()), "grad": jax.tree.map(jnp.zeros_like, params)}
+        return {
+            "loss": jnp.zeros(()),
+            "there": jnp.zeros(()),
+            "grad": jax.tree.map(jnp.zeros_like, params),
+        }
 
     def update(updates, slots, params, step, context):
         seen["context"], seen["params"] = context, params
         if context.value_and_grad is None:
             return updates, slots
-        moved = jax.tree.map(lambda p: p + 1 if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
+        moved = jax.tree.map(
+            lambda p: p + 1 if jnp.issubdtype(p.dtype, jnp.floating) else p, params
+        )
         there, grads = context.value_and_grad(moved)
         grads = jax.tree.map(
-            lambda old, g: old if g is None else g.astype(old.dtype), slots["grad"], grads, is_leaf=lambda x: x is None
+            lambda old, g: old if g is None else g.astype(old.dtype),
+            slots["grad"],
+            grads,
+            is_leaf=lambda x: x is None,
         )
         assert context.loss is not None
-        return jax.tree.map(lambda g: -0.01 * g, updates), {"loss": context.loss, "there": there, "grad": grads}
+        return jax.tree.map(lambda g: -0.01 * g, updates), {
+            "loss": context.loss,
+            "there": there,
+            "grad": grads,
+        }
 
     return jstep.Optimizer(init, update, lambda step: {}, takes_context=True)
 
@@ -51,12 +68,16 @@ WRAPPERS = {
     "rounding": lambda one: jstep.stochastic_rounding(one, KEY),
     "chain": lambda one: jstep.chain(jstep.clip_gradients(by_value=100.0), one, jstep.scale(1.0)),
     "every": lambda one: jstep.update_every(one, 2),
-    "deep": lambda one: jstep.dynamic_loss_scale(jstep.skip_nonfinite(jstep.master_weights(jstep.scope(one, "q")))),
+    "deep": lambda one: jstep.dynamic_loss_scale(
+        jstep.skip_nonfinite(jstep.master_weights(jstep.scope(one, "q")))
+    ),
 }
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kwargs", [{}, {"num_microbatches": 2}, {"sharpness": 0.1}, {"var_list": ["w", "v"]}], ids=str)
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"num_microbatches": 2}, {"sharpness": 0.1}, {"var_list": ["w", "v"]}], ids=str
+)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_context_is_of_this_step_inside_wrappers(wrapper, kwargs):
     seen = {}
@@ -79,14 +100,20 @@ def test_context_is_of_this_step_inside_wrappers(wrapper, kwargs):
 def test_value_and_grad_in_a_partition_moves_only_its_leaves(masters):
     first = {}
     second = {}
-    optimizer = jstep.partition({"a": recording(first), "a/b": jstep.scope(recording(second), "x")}, by_path)
+    optimizer = jstep.partition(
+        {"a": recording(first), "a/b": jstep.scope(recording(second), "x")}, by_path
+    )
     optimizer = jstep.master_weights(optimizer) if masters else optimizer
-    state, metrics = jstep.minimize(loss_fn, optimizer)(jstep.TrainState.create(PARAMS, optimizer), X)
+    state, metrics = jstep.minimize(loss_fn, optimizer)(
+        jstep.TrainState.create(PARAMS, optimizer), X
+    )
     assert first["params"]["v"] is first["params"]["n"] is second["params"]["w"] is None
     w, v = PARAMS["w"], PARAMS["v"]
     np.testing.assert_allclose(state.slots["a/loss"], metrics["loss"])
     np.testing.assert_allclose(state.slots["a/there"], loss_fn({"w": w + 1, "v": v}, X), rtol=1e-6)
-    np.testing.assert_allclose(state.slots["a/b/x/there"], loss_fn({"w": w, "v": v + 1}, X), rtol=1e-6)
+    np.testing.assert_allclose(
+        state.slots["a/b/x/there"], loss_fn({"w": w, "v": v + 1}, X), rtol=1e-6
+    )
     assert state.slots["a/grad"]["v"] is None
     np.testing.assert_allclose(state.slots["a/grad"]["w"], 5 * (w + 1), rtol=1e-6)
 
@@ -95,9 +122,13 @@ def test_value_and_grad_in_master_weights_rounds_params():
     optimizer = jstep.master_weights(recording({}))
     params = {"w": jnp.array([1.0, 2.0], jnp.bfloat16), "v": jnp.bfloat16(0.5), "n": jnp.int32(1)}
     state = jstep.TrainState.create(params, optimizer)
-    state = state.replace(slots={**state.slots, "master": {**state.slots["master"], "w": jnp.array([1.001, 2.001])}})
+    state = state.replace(
+        slots={**state.slots, "master": {**state.slots["master"], "w": jnp.array([1.001, 2.001])}}
+    )
     state, _ = jstep.minimize(loss_fn, optimizer)(state, X)
-    assert float(state.slots["there"]) == float(loss_fn({"w": jnp.array([2.0, 3.0]), "v": jnp.float32(1.5)}, X))
+    assert float(state.slots["there"]) == float(
+        loss_fn({"w": jnp.array([2.0, 3.0]), "v": jnp.float32(1.5)}, X)
+    )
 
 
 def test_value_and_grad_has_no_side_effects():
@@ -122,7 +153,9 @@ def test_key_depends_on_step_and_differs_from_the_loss_key():
             assert context.key is not None
             return jax.tree.map(lambda g: None, updates), {"key": jax.random.key_data(context.key)}
 
-        return jstep.Optimizer(lambda p, step=0: {"key": jnp.zeros(2, jnp.uint32)}, update, lambda step: {}, True)
+        return jstep.Optimizer(
+            lambda p, step=0: {"key": jnp.zeros(2, jnp.uint32)}, update, lambda step: {}, True
+        )
 
     def loss(params, x, rng):
         return loss_fn(params, x), {"key": jax.random.key_data(rng).astype(jnp.float32)}
@@ -152,7 +185,9 @@ def test_apply_gradients_passes_the_context():
     assert seen["context"] == jstep.Context() == jstep.Context(None, None, None)
     optimizer.update(grads, state.slots, state.params, state.global_step)
     assert seen["context"] == jstep.Context()
-    jstep.apply_gradients(state, grads, optimizer, context=jstep.Context(loss=jnp.float32(3.0)), scaled=True)
+    jstep.apply_gradients(
+        state, grads, optimizer, context=jstep.Context(loss=jnp.float32(3.0)), scaled=True
+    )
     assert float(seen["context"].loss) == 3
     with pytest.raises(TypeError, match=r"context: must be a jstep.Context or None, got a float"):
         jstep.apply_gradients(state, grads, optimizer, context=3.0)

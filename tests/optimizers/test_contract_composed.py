@@ -65,7 +65,9 @@ def test_partition_with_labels_that_share_a_prefix(name):
     def by_path(path, leaf):
         return None if path == "b/scalar" else "net" if path == "a" else "net/deep"
 
-    optimizer = jstep.partition({"net": make_optimizer(name), "net/deep": make_optimizer(name)}, by_path)
+    optimizer = jstep.partition(
+        {"net": make_optimizer(name), "net/deep": make_optimizer(name)}, by_path
+    )
     before = jstep.TrainState.create(mixed_params(), optimizer)
     step, after = compile_step(optimizer), before
     rejected = {  # they concern the whole loss and must be outermost
@@ -93,12 +95,16 @@ STEP = 7
 
 @for_each(TABLE, ["adam"])
 def test_a_partial_restore_of_parameters_is_a_state_made_of_them(name, tmp_path):
-    trained = jax.tree.map(lambda p: p * 3 + 1 if jnp.issubdtype(p.dtype, jnp.floating) else p, mixed_params())
+    trained = jax.tree.map(
+        lambda p: p * 3 + 1 if jnp.issubdtype(p.dtype, jnp.floating) else p, mixed_params()
+    )
     optimizer = make_optimizer(name)
     want = jstep.TrainState.create(trained, optimizer, global_step=STEP)
     with jstep.Saver(tmp_path) as saver:
         saver.save(jstep.TrainState.create(trained, jstep.gradient_descent(0.1), global_step=STEP))
-        got = saver.restore(jstep.TrainState.create(mixed_params(), optimizer, global_step=STEP), partial=True)
+        got = saver.restore(
+            jstep.TrainState.create(mixed_params(), optimizer, global_step=STEP), partial=True
+        )
     assert_same(got, want)
     zeros = mixed_gradients(0.0)
     assert_same(

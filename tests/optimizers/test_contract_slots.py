@@ -1,4 +1,5 @@
-"""The contract of every optimizer: slots, structure, dtypes and their precision, leaves without a gradient."""
+"""The contract of every optimizer: slots, structure, dtypes and their precision, leaves without a
+gradient."""
 
 import functools
 
@@ -55,7 +56,9 @@ def check_slot(state, slot, initial):
             param = functools.reduce(lambda tree, key: tree[key], path.split("/"), mixed_params())
             number = initial if isinstance(initial, float) else 0.0
             first = np.full(() if initial == "scalar" else param.shape, np.float32(number))
-            np.testing.assert_array_equal(leaf, param.astype(jnp.float32) if initial == "copy" else first)
+            np.testing.assert_array_equal(
+                leaf, param.astype(jnp.float32) if initial == "copy" else first
+            )
             assert leaf.shape == first.shape
     assert seen or initial == "other"
     assert seen == floats or "/" in slot or initial == "other"
@@ -76,7 +79,10 @@ def test_structure_dtype_and_untrained_leaves_are_unchanged(name):
     assert avals(before) == avals(after)
     for path in ("count", "flags", "key"):
         assert bitwise_equal(before.params[path], after.params[path])
-    for old, new in ((before.params["a"], after.params["a"]), (before.params["half"], after.params["half"])):
+    for old, new in (
+        (before.params["a"], after.params["a"]),
+        (before.params["half"], after.params["half"]),
+    ):
         assert not np.array_equal(old, new)
     assert int(after.global_step) == TABLE[name].idle + 1
 
@@ -147,7 +153,10 @@ def test_low_precision_params_are_updated_in_float32(name, dtype):
     low, grad = jnp.array([1.0, -2.0, 0.375], dtype), jnp.array([0.5, 0.03125, -4.0], dtype)
     step = compiled_step(name)
     state = step(jstep.TrainState.create({"a": low}, optimizer), {"a": grad})
-    wide = step(jstep.TrainState.create({"a": low.astype(jnp.float32)}, optimizer), {"a": grad.astype(jnp.float32)})
+    wide = step(
+        jstep.TrainState.create({"a": low.astype(jnp.float32)}, optimizer),
+        {"a": grad.astype(jnp.float32)},
+    )
     assert state.params["a"].dtype == dtype
     np.testing.assert_allclose(
         state.params["a"].astype(jnp.float32), wide.params["a"], rtol=float(jnp.finfo(dtype).eps)

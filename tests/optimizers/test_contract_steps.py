@@ -1,4 +1,5 @@
-"""Every optimizer in a compiled step: hyperparameters, vmap, scan, derivatives, convergence, memory."""
+"""Every optimizer in a compiled step: hyperparameters, vmap, scan, derivatives, convergence,
+memory."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ import jstep
 @each_optimizer
 def test_hyperparameters_are_named_and_scheduled(name):
     entry = TABLE[name]
-    optimizer = make_optimizer(name, lambda step: 0.5 / (1.0 + jnp.asarray(step).astype(jnp.float32)))
+    optimizer = make_optimizer(
+        name, lambda step: 0.5 / (1.0 + jnp.asarray(step).astype(jnp.float32))
+    )
     values = optimizer.hyperparameters(3)
     assert sorted(values) == sorted(entry.hyper)
     for key, value in values.items():
@@ -28,7 +31,10 @@ def test_hyperparameters_are_named_and_scheduled(name):
 
 def quadratic(params):
     a, b = params["a"], params["b"]
-    return 0.5 * jnp.sum(jnp.array([1.0, 3.0, 10.0]) * (a - jnp.array([1.0, -2.0, 0.5])) ** 2) + (b - 3.0) ** 2
+    return (
+        0.5 * jnp.sum(jnp.array([1.0, 3.0, 10.0]) * (a - jnp.array([1.0, -2.0, 0.5])) ** 2)
+        + (b - 3.0) ** 2
+    )
 
 
 @for_each([name for name, entry in TABLE.items() if entry.steps], ["adam"])
@@ -94,14 +100,17 @@ def abstract(optimizer):
 
 
 def max_temporaries(name):
-    """Return how many copies of the parameters an update may need, as measured for each version of XLA.
+    """Return how many copies of the parameters an update may need, by the version of XLA.
 
-    XLA of jaxlib 0.10.0 and 0.10.1 materializes gradients that later versions fuse into their consumers, in 35 of the
-    cases, by 0.7 to 1.91 copies. XLA of jaxlib 0.12.0 does so for one entry, by 0.7.
+    XLA of jaxlib 0.10.0 and 0.10.1 materializes gradients that later versions fuse into their
+    consumers, in 35 of the cases, by 0.7 to 1.91 copies. XLA of jaxlib 0.12.0 does so for one
+    entry, by 0.7.
     """
     if jax.version.__version_info__ < (0, 10, 2):
         return TABLE[name].copies + 1.95
-    return TABLE[name].copies + 0.75 * (name == "everything" and jax.version.__version_info__ >= (0, 12, 0))
+    return TABLE[name].copies + 0.75 * (
+        name == "everything" and jax.version.__version_info__ >= (0, 12, 0)
+    )
 
 
 @for_each(TABLE, ["adam"])
@@ -109,7 +118,9 @@ def test_donated_update_has_no_temporary_of_the_size_of_params(name):
     """Gradients are passed in, so that only the temporaries of the update itself remain."""
     optimizer = make_optimizer(name)
     state, params = abstract(optimizer)
-    update = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer, scaled=True), donate_argnums=0)
+    update = jax.jit(
+        lambda s, g: jstep.apply_gradients(s, g, optimizer, scaled=True), donate_argnums=0
+    )
     memory = update.lower(state, params).compile().memory_analysis()
     state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert memory.alias_size_in_bytes >= 0.999 * state_bytes

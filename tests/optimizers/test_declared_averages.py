@@ -1,4 +1,5 @@
-"""What counts as an average: the slots that an optimizer declares, in every function that uses averages."""
+"""What counts as an average: the slots that an optimizer declares, in every function that uses
+averages."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ def trained(optimizer, params=PARAMS, steps=3):
 
 
 def uses_of(state, optimizer, tmp_path):
-    """Return the functions that use averages, each of an argument `use_averages`, on a trained state."""
+    """Return the functions that use averages, each of an argument `use_averages`, on a trained
+    state."""
 
     def evaluated(params, x):
         return {"w": (params["w"][1].astype(jnp.float32), 1)}
@@ -33,11 +35,17 @@ def uses_of(state, optimizer, tmp_path):
     by_name = lambda name: () if name is True else (name,)  # noqa: E731
     return {
         "averaged_params": lambda name: jstep.averaged_params(state, *by_name(name))["w"][1],
-        "minimize": lambda name: jstep.minimize(in_loss, optimizer, use_averages=name, jit=False)(state)[1]["loss"],
-        "evaluator": lambda name: jstep.evaluator(evaluated, [jnp.ones(1)], use_averages=name)(state)["w"],
+        "minimize": lambda name: jstep.minimize(in_loss, optimizer, use_averages=name, jit=False)(
+            state
+        )[1]["loss"],
+        "evaluator": lambda name: jstep.evaluator(evaluated, [jnp.ones(1)], use_averages=name)(
+            state
+        )["w"],
         "restore": lambda name: saver.restore(state, use_averages=name).params["w"][1],
         "restore without a target": lambda name: saver.restore(use_averages=name)["params"]["w"][1],
-        "restore_params": lambda name: saver.restore_params(state.params, use_averages=name)["w"][1],
+        "restore_params": lambda name: saver.restore_params(state.params, use_averages=name)["w"][
+            1
+        ],
     }
 
 
@@ -54,7 +62,8 @@ NO_AVERAGES = {
 
 @pytest.mark.parametrize("name", NO_AVERAGES)
 def test_what_is_not_declared_is_refused_and_not_advised(name, tmp_path):
-    """Slots that begin as copies of the parameters are initial, slow or unaveraged parameters, and no averages."""
+    """Slots that begin as copies of the parameters are initial, slow or unaveraged parameters, and
+    no averages."""
     make, slots = NO_AVERAGES[name]
     optimizer = make()
     state = trained(optimizer)
@@ -72,7 +81,12 @@ def test_what_is_not_declared_is_refused_and_not_advised(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda inner: inner, jstep.master_weights, lambda inner: jstep.lookahead(jstep.scope(inner, "a"))]
+    "wrap",
+    [
+        lambda inner: inner,
+        jstep.master_weights,
+        lambda inner: jstep.lookahead(jstep.scope(inner, "a")),
+    ],
 )
 def test_the_only_average_is_found_by_its_name_and_without_one(wrap, tmp_path):
     optimizer = wrap(jstep.with_moving_average(jstep.adam(0.1), TARGET))
@@ -85,7 +99,10 @@ def test_the_only_average_is_found_by_its_name_and_without_one(wrap, tmp_path):
         for name in (True, "target", slot):
             assert float(call(name)) == expected
         for name in ("v", "master", "slow", "targets"):
-            with pytest.raises(ValueError, match=rf"must be the name of an average; .* has \['{slot}'\]\. "):
+            with pytest.raises(
+                ValueError,
+                match=rf"must be the name of an average; .* has \['{slot}'\]\. ",
+            ):
                 call(name)
 
 
@@ -93,8 +110,13 @@ def test_an_average_beside_schedule_free_parameters_is_named():
     """Without a name, an evaluation could mean either."""
     optimizer = jstep.with_moving_average(jstep.schedule_free_sgd(0.1), TARGET)
     state = trained(optimizer)
-    evaluate = jstep.evaluator(lambda params, x: {"w": params["w"][1]}, [jnp.ones(1)], use_averages=True)
-    with pytest.raises(ValueError, match=r"must name one of \['target'\], as the state also has schedule-free"):
+    evaluate = jstep.evaluator(
+        lambda params, x: {"w": params["w"][1]}, [jnp.ones(1)], use_averages=True
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"must name one of \['target'\], as the state also has schedule-free",
+    ):
         evaluate(state)
 
 
@@ -156,7 +178,9 @@ def renamed():
         return {"mine": slots["target"], "other": slots["momentum"]}
 
     def update(updates, slots, params, step):
-        updates, new = inner.update(updates, {"target": slots["mine"], "momentum": slots["other"]}, params, step)
+        updates, new = inner.update(
+            updates, {"target": slots["mine"], "momentum": slots["other"]}, params, step
+        )
         return updates, {"mine": new["target"], "other": new["momentum"]}
 
     return jstep.Optimizer(init, update, inner.hyperparameters)
@@ -197,7 +221,10 @@ def test_an_average_that_is_not_declared_says_how_to_declare_it(tmp_path):
     optimizer = averaging(declares=False)
     state = trained(optimizer)
     for call in uses_of(state, optimizer, tmp_path).values():
-        with pytest.raises(ValueError, match=r"a custom optimizer declares its own by init\.averages"):
+        with pytest.raises(
+            ValueError,
+            match=r"a custom optimizer declares its own by init\.averages",
+        ):
             call("mine")
 
 
@@ -212,7 +239,9 @@ def test_slots_of_a_state_made_by_hand_are_taken_by_name(tmp_path):
     """Nobody has declared what they are."""
     made = jstep.TrainState(PARAMS, {"mine": jax.tree.map(jnp.zeros_like, PARAMS)}, jnp.int32(0))
     assert jstep.averaged_params(made, "mine")["w"].tolist() == [0, 0, 0]
-    with pytest.raises(ValueError, match="name='ExponentialMovingAverage': the state has no averages"):
+    with pytest.raises(
+        ValueError, match="name='ExponentialMovingAverage': the state has no averages"
+    ):
         jstep.averaged_params(made)
     with jstep.Saver(tmp_path) as saver:
         saver.save(made)

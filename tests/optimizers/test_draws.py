@@ -36,7 +36,9 @@ WRAPPED = {
     "with_noise_scale": jstep.with_noise_scale(NOISY),
     "with_projection": jstep.with_projection(NOISY, lambda params: params),
     "all of them": jstep.dynamic_loss_scale(
-        jstep.skip_nonfinite(jstep.cautious(jstep.partition({"all": NOISY}, lambda path, leaf: "all")))
+        jstep.skip_nonfinite(
+            jstep.cautious(jstep.partition({"all": NOISY}, lambda path, leaf: "all"))
+        )
     ),
 }
 """Wrappers around an element that draws, all of float32 parameters."""
@@ -49,7 +51,9 @@ DRAWING = WRAPPED | {
     "skip_nonfinite": jstep.skip_nonfinite(jstep.chain(NOISE, jstep.sgd(1.0))),
     "chain of two": jstep.chain(jstep.add_noise(0.0, 0.0, KEY), ROUNDING),
     "compact with noise": compact(jstep.add_noise(0.0, 0.0, KEY)),
-    "rounding of noise": jstep.stochastic_rounding(jstep.chain(jstep.add_noise(0.0, 0.0, KEY), jstep.sgd(ROUND)), KEY),
+    "rounding of noise": jstep.stochastic_rounding(
+        jstep.chain(jstep.add_noise(0.0, 0.0, KEY), jstep.sgd(ROUND)), KEY
+    ),
     "beside what is not due": jstep.chain(
         jstep.add_noise(ROUND**2, 0.0, KEY),
         jstep.sgd(1.0),
@@ -60,21 +64,29 @@ DRAWING = WRAPPED | {
 
 def fresh(name):
     dtype = jnp.float32 if name in ("add_noise", "skip_nonfinite", *WRAPPED) else jnp.bfloat16
-    return jstep.TrainState.create({"w": jnp.ones(ROWS, dtype), "b": jnp.ones(ROWS, dtype)}, DRAWING[name])
+    return jstep.TrainState.create(
+        {"w": jnp.ones(ROWS, dtype), "b": jnp.ones(ROWS, dtype)}, DRAWING[name]
+    )
 
 
 def moves(name, updates, steps):
-    """Return how far each of the updates moved `w` in excess of the first element's mean, [updates · steps, ROWS]."""
+    """Return how far each of the updates moved `w` in excess of the first element's mean, [updates
+    · steps, ROWS]."""
     optimizer = DRAWING[name]
     ones = jax.tree.map(jnp.ones_like, fresh(name).params)
 
     def update(state, _):
-        # Always from the same values: an update is compared with the others, not with what they led to.
+        # Always from the same values: an update is compared with the others, not with what they led
+        # to.
         start = fresh(name)
         slots = {k: x if "drawn" in k else start.slots[k] for k, x in state.slots.items()}
         start = start.replace(slots=slots, global_step=state.global_step)
-        gradients = jax.tree.map(lambda leaf: leaf * jstep.loss_scale(start).astype(leaf.dtype), ones)
-        new = jstep.apply_gradients(start, gradients, optimizer, increment_global_step=False, scaled=True)
+        gradients = jax.tree.map(
+            lambda leaf: leaf * jstep.loss_scale(start).astype(leaf.dtype), ones
+        )
+        new = jstep.apply_gradients(
+            start, gradients, optimizer, increment_global_step=False, scaled=True
+        )
         value = master_params(new)["w"] if name.startswith("compact") else new.params["w"]
         return new, value.astype(jnp.float32) - 1
 
@@ -86,14 +98,17 @@ def moves(name, updates, steps):
     return np.asarray(moved, np.float64).reshape(updates * steps, ROWS)
 
 
-@pytest.mark.thorough(except_for=["add_noise", "stochastic_rounding", "compact", "partition", "all of them"])
+@pytest.mark.thorough(
+    except_for=["add_noise", "stochastic_rounding", "compact", "partition", "all of them"]
+)
 @pytest.mark.parametrize("name", DRAWING)
 def test_updates_of_one_step_draw_as_steps_of_one_update(name):
     within = moves(name, 6, 1)
     across = moves(name, 1, 6)
     np.testing.assert_array_equal(within[0], across[0])  # the first update draws as it always did
     assert across.std() > 0
-    # Independent draws: the sum of six varies as much within a step as over steps, and no two are correlated.
+    # Independent draws: the sum of six varies as much within a step as over steps, and no two are
+    # correlated.
     spread = within.sum(0).std()
     assert spread == pytest.approx(np.sqrt(6) * within.std(), rel=0.1)
     correlations = np.corrcoef(within) - np.eye(6)
@@ -103,7 +118,11 @@ def test_updates_of_one_step_draw_as_steps_of_one_update(name):
 
 def test_each_optimizer_of_the_table_that_draws_counts_its_draws():
     params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
-    drawing = {name for name, entry in TABLE.items() if roles_of(entry.make(0.1), params).names_with(Role.DRAWN)}
+    drawing = {
+        name
+        for name, entry in TABLE.items()
+        if roles_of(entry.make(0.1), params).names_with(Role.DRAWN)
+    }
     assert {"stochastic_rounding", "add_noise"} <= drawing
     for name in drawing:
         optimizer = TABLE[name].make(0.1)
@@ -111,7 +130,9 @@ def test_each_optimizer_of_the_table_that_draws_counts_its_draws():
         counts = []
         for advances in (False, False, True, False):
             state = jstep.apply_gradients(state, params, optimizer, increment_global_step=advances)
-            names = [slot for slot in state.roles.names_with(Role.DRAWN) if slot.endswith("drawn/count")]
+            names = [
+                slot for slot in state.roles.names_with(Role.DRAWN) if slot.endswith("drawn/count")
+            ]
             counts.append({int(state.slots[slot]) for slot in names})
         assert counts == [{1}, {2}, {3}, {1}], name
 
@@ -120,14 +141,18 @@ def test_the_first_update_of_a_step_draws_from_key_step_and_leaf():
     optimizer = DRAWING["add_noise"]
     state = fresh("add_noise").replace(global_step=5)
     new = jstep.apply_gradients(state, jax.tree.map(jnp.zeros_like, state.params), optimizer)
-    noise = [jax.random.normal(jax.random.fold_in(jax.random.fold_in(KEY, 5), leaf), (ROWS,)) for leaf in (0, 1)]
+    noise = [
+        jax.random.normal(jax.random.fold_in(jax.random.fold_in(KEY, 5), leaf), (ROWS,))
+        for leaf in (0, 1)
+    ]
     np.testing.assert_array_equal(new.params["b"], 1 - np.float32(ROUND) * noise[0])
     np.testing.assert_array_equal(new.params["w"], 1 - np.float32(ROUND) * noise[1])
 
 
 def test_a_skipped_update_and_an_idle_label_draw_nothing():
     optimizer = jstep.partition(
-        {"a": jstep.skip_nonfinite(ROUNDING), "b": ROUNDING}, lambda path, leaf: "a" if path == "b" else "b"
+        {"a": jstep.skip_nonfinite(ROUNDING), "b": ROUNDING},
+        lambda path, leaf: "a" if path == "b" else "b",
     )
     params = {"w": jnp.ones(8, jnp.bfloat16), "b": jnp.ones(8, jnp.bfloat16)}
     state = jstep.TrainState.create(params, optimizer)
@@ -146,7 +171,9 @@ def test_a_checkpoint_from_before_draws_were_counted_is_restored(name, tmp_path)
         state = jstep.apply_gradients(state, ones, DRAWING[name], increment_global_step=False)
     state = state.replace(global_step=4)
     roles = state.roles
-    roles = dataclasses.replace(roles, roles={slot: role for slot, role in roles.items() if role is not Role.DRAWN})
+    roles = dataclasses.replace(
+        roles, roles={slot: role for slot, role in roles.items() if role is not Role.DRAWN}
+    )
     slots = {slot: x for slot, x in state.slots.items() if slot in roles}
     old = jstep.TrainState(state.params, slots, state.global_step, roles=roles)
     with jstep.Saver(tmp_path) as saver:
@@ -164,7 +191,11 @@ def test_labels_cannot_count_draws_together():
 
 def test_the_draws_of_a_custom_slot_of_this_name_are_its_own():
     custom = jstep.leafwise(
-        lambda g, p, s, h: (-g, {}), hyper={}, scalars={"drawn/count": 3.0}, sparse=False, finished=True
+        lambda g, p, s, h: (-g, {}),
+        hyper={},
+        scalars={"drawn/count": 3.0},
+        sparse=False,
+        finished=True,
     )
     with pytest.raises(ValueError, match="drawn/count"):
         jstep.chain(NOISE, custom)

@@ -1,4 +1,5 @@
-"""Barriers order computations on CPUs, so that no slot is copied; TPUs and GPUs fuse them into one kernel per leaf."""
+"""Barriers order computations on CPUs, so that no slot is copied; TPUs and GPUs fuse them into one
+kernel per leaf."""
 
 import re
 
@@ -11,7 +12,8 @@ from optimizer_table import TABLE
 import jstep
 from jstep.core.placement import compute_first, run_in_order
 
-# XLA computes AdaBelief's v again for the parameter; Prodigy sums, and skip_nonfinite selects from, old slots.
+# XLA computes AdaBelief's v again for the parameter; Prodigy sums, and skip_nonfinite selects from,
+# old slots.
 IN_ORDER = ("lion", "schedule_free_adamw", "adan", "ftrl", "adabelief", "prodigy", "skip_nonfinite")
 IN_PLACE = ("adam", "momentum", "held", "decay_weights")
 

@@ -1,4 +1,5 @@
-"""Parameters that the label None of `partition` freezes: not differentiated, and in no norm, guard or noise scale."""
+"""Parameters that the label None of `partition` freezes: not differentiated, and in no norm, guard
+or noise scale."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,11 @@ import pytest
 import jstep
 
 KEY = jax.random.key(5)
-PARAMS = {"head": jnp.arange(1.0, 9.0).reshape(8, 1) / 8, "head2": jnp.full((8, 8), 0.25), "n": jnp.int32(3)}
+PARAMS = {
+    "head": jnp.arange(1.0, 9.0).reshape(8, 1) / 8,
+    "head2": jnp.full((8, 8), 0.25),
+    "n": jnp.int32(3),
+}
 X = jnp.linspace(-1.0, 1.0, 64).reshape(8, 8)
 EMA = jstep.ExponentialMovingAverage(0.5)
 
@@ -19,10 +24,10 @@ Wrap = Callable[[jstep.Optimizer], jstep.Optimizer]
 
 
 def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-    """Its gradient with respect to `head2` is large, and so would be every norm that includes it."""
-    return jnp.mean((jnp.tanh(1e3 * (x @ params["head2"])) @ params["head"] - 1.0) ** 2) + 1e3 * jnp.sum(
-        params["head2"] ** 2
-    )
+    """Its gradient with respect to `head2` is large, and so would be every norm that includes
+    it."""
+    error = jnp.tanh(1e3 * (x @ params["head2"])) @ params["head"] - 1.0
+    return jnp.mean(error**2) + 1e3 * jnp.sum(params["head2"] ** 2)
 
 
 def head_alone(path: str, leaf: Any) -> str | None:
@@ -41,20 +46,37 @@ WRAPPERS: dict[str, Wrap] = {
     "clip_by_global_norm": lambda one: jstep.chain(jstep.clip_gradients(by_global_norm=0.5), one),
     "adam": lambda one: jstep.chain(jstep.scope(jstep.scale_by_adam(), "outer"), one),
     "adam_of_masters": lambda one: jstep.master_weights(
-        jstep.chain(jstep.chain(jstep.scope(jstep.scale_by_adam(), "outer"), jstep.add_weight_decay(0.1)), one)
+        jstep.chain(
+            jstep.chain(jstep.scope(jstep.scale_by_adam(), "outer"), jstep.add_weight_decay(0.1)),
+            one,
+        )
     ),
     "normalize": lambda one: jstep.chain(jstep.normalize_gradients(), one),
     "decay_after": lambda one: jstep.chain(one, jstep.decay_weights(0.1)),
     "add_noise": lambda one: jstep.chain(jstep.add_noise(0.01, 0.5, KEY), one),
-    "scope": lambda one: jstep.scope(jstep.chain(jstep.clip_gradients(by_global_norm=0.5), one), "head2"),
+    "scope": lambda one: jstep.scope(
+        jstep.chain(jstep.clip_gradients(by_global_norm=0.5), one), "head2"
+    ),
     "skip_nonfinite": jstep.skip_nonfinite,
-    "dynamic_loss_scale": lambda one: jstep.dynamic_loss_scale(jstep.chain(jstep.normalize_gradients(), one)),
-    "master_weights": lambda one: jstep.master_weights(jstep.chain(jstep.normalize_gradients(), one)),
-    "lookahead": lambda one: jstep.lookahead(jstep.chain(jstep.normalize_gradients(), one), sync_period=2),
-    "average": lambda one: jstep.with_moving_average(jstep.chain(jstep.normalize_gradients(), one), EMA),
+    "dynamic_loss_scale": lambda one: jstep.dynamic_loss_scale(
+        jstep.chain(jstep.normalize_gradients(), one)
+    ),
+    "master_weights": lambda one: jstep.master_weights(
+        jstep.chain(jstep.normalize_gradients(), one)
+    ),
+    "lookahead": lambda one: jstep.lookahead(
+        jstep.chain(jstep.normalize_gradients(), one), sync_period=2
+    ),
+    "average": lambda one: jstep.with_moving_average(
+        jstep.chain(jstep.normalize_gradients(), one), EMA
+    ),
     "cautious": lambda one: jstep.cautious(jstep.chain(jstep.normalize_gradients(), one)),
-    "projection": lambda one: jstep.with_projection(jstep.chain(jstep.normalize_gradients(), one), clipped),
-    "accumulating": lambda one: jstep.update_every(jstep.chain(jstep.normalize_gradients(), one), 2, accumulate=True),
+    "projection": lambda one: jstep.with_projection(
+        jstep.chain(jstep.normalize_gradients(), one), clipped
+    ),
+    "accumulating": lambda one: jstep.update_every(
+        jstep.chain(jstep.normalize_gradients(), one), 2, accumulate=True
+    ),
     "label": lambda one: jstep.partition(
         {"a": jstep.chain(jstep.normalize_gradients(), one), "a/b": jstep.sgd(1.0)},
         lambda path, leaf: "a/b" if path == "n" else "a",
@@ -63,7 +85,9 @@ WRAPPERS: dict[str, Wrap] = {
 }
 
 
-def train(optimizer: jstep.Optimizer, steps: int = 3, **options: Any) -> tuple[jstep.TrainState, dict[str, Any]]:
+def train(
+    optimizer: jstep.Optimizer, steps: int = 3, **options: Any
+) -> tuple[jstep.TrainState, dict[str, Any]]:
     step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "update_norm"), **options)
     state = jstep.TrainState.create(PARAMS, optimizer)
     for _ in range(steps):
@@ -77,7 +101,11 @@ def assert_same_run(wrap: Wrap, inner: jstep.Optimizer, **options: Any) -> None:
     expected, of_var_list = train(wrap(inner), var_list="head", **options)
     np.testing.assert_array_equal(state.params["head"], expected.params["head"])
     np.testing.assert_array_equal(state.params["head2"], PARAMS["head2"])
-    assert not [name for name, slot in state.slots.items() if isinstance(slot, dict) and slot["head2"] is not None]
+    assert not [
+        name
+        for name, slot in state.slots.items()
+        if isinstance(slot, dict) and slot["head2"] is not None
+    ]
     assert metrics == of_var_list
     assert np.any(state.params["head"] != PARAMS["head"])
 
@@ -96,9 +124,14 @@ def moments(params: Any, step: Any = 0) -> dict[str, Any]:
 def test_slots_of_frozen_parameters_that_a_custom_optimizer_keeps_are_one_line(
     caplog: pytest.LogCaptureFixture, mesh: bool
 ) -> None:
-    custom = jstep.Optimizer(moments, lambda grads, slots, params, step: (grads, slots), lambda step: {})
+    custom = jstep.Optimizer(
+        moments, lambda grads, slots, params, step: (grads, slots), lambda step: {}
+    )
     inside = jstep.partition({"head": jstep.chain(custom, jstep.sgd(0.1))}, head_alone)
-    for optimizer in (jstep.chain(jstep.scope(custom, "x"), jstep.scale_by_adam(), only_head(jstep.sgd(0.1))), inside):
+    for optimizer in (
+        jstep.chain(jstep.scope(custom, "x"), jstep.scale_by_adam(), only_head(jstep.sgd(0.1))),
+        inside,
+    ):
         where = {"mesh": jax.make_mesh((8,), ("data",))} if mesh else {}
         state = jstep.TrainState.create(PARAMS, optimizer, **where)
         jstep.minimize(loss_fn, optimizer)(state, X)
@@ -126,7 +159,9 @@ def test_the_noise_scale_is_that_of_what_is_trained() -> None:
     found = []
     for optimizer, var_list in ((only_head(jstep.sgd(0.1)), None), (jstep.sgd(0.1), "head")):
         noisy = jstep.with_noise_scale(optimizer)
-        step = jstep.minimize(loss_fn, noisy, var_list=var_list, num_microbatches=4, metrics=("noise_scale",))
+        step = jstep.minimize(
+            loss_fn, noisy, var_list=var_list, num_microbatches=4, metrics=("noise_scale",)
+        )
         _, metrics = step(jstep.TrainState.create(PARAMS, noisy), X)
         found.append((float(metrics["gradient_square"]), float(metrics["gradient_noise"])))
     assert found[0] == found[1]
@@ -149,7 +184,9 @@ def test_a_frozen_parameter_is_not_differentiated() -> None:
 @pytest.mark.thorough(except_for=["chain"])
 @pytest.mark.parametrize("guard", [jstep.skip_nonfinite, jstep.chain])
 def test_apply_gradients_ignores_gradients_of_frozen_parameters(guard: Wrap) -> None:
-    optimizer = guard(jstep.chain(jstep.clip_gradients(by_global_norm=1.0), only_head(jstep.sgd(1.0))))
+    optimizer = guard(
+        jstep.chain(jstep.clip_gradients(by_global_norm=1.0), only_head(jstep.sgd(1.0)))
+    )
     state = jstep.TrainState.create(PARAMS, optimizer)
     grads = {"head": jnp.ones((8, 1)), "head2": jnp.full((8, 8), np.nan), "n": None}
     after = jstep.apply_gradients(state, grads, optimizer, scaled=True)

@@ -1,4 +1,5 @@
-"""Trajectories of the modern optimizers and of chains, compared with their equations in float64 (equations.py)."""
+"""Trajectories of the modern optimizers and of chains, compared with their equations in float64
+(equations.py)."""
 
 import functools
 import types
@@ -28,7 +29,8 @@ MOVING = {"beta1": RISING, "beta2": RISING, "epsilon": 1e-3}
 FREE = {"beta1": 0.9, "weight_lr_power": 2.0, "r": 0.0}
 
 CASES = {
-    # name: constructor of jstep, equation, hyperparameters of both (arrays are schedules), arguments of jstep only
+    # name: constructor of jstep, equation, hyperparameters of both (arrays are schedules),
+    # arguments of jstep only
     "adamw-scheduled": (jstep.adamw, equations.adamw, MOVING, {}),
     "lion-scheduled": (jstep.lion, equations.lion, {"beta1": RISING, "beta2": RISING}, {}),
     "lamb-scheduled": (jstep.lamb, equations.lamb, MOVING, {}),
@@ -38,7 +40,12 @@ CASES = {
         {"momentum": RISING, "trust_coefficient": RISING, "epsilon": 0.01},
         {"trust_ratio_mask": MASK, "use_nesterov": True},
     ),
-    "ademamix-scheduled": (jstep.ademamix, equations.ademamix, MOVING | {"beta3": RISING, "alpha": RISING}, {}),
+    "ademamix-scheduled": (
+        jstep.ademamix,
+        equations.ademamix,
+        MOVING | {"beta3": RISING, "alpha": RISING},
+        {},
+    ),
     "schedule_free_adamw-weights": (
         jstep.schedule_free_adamw,
         equations.schedule_free,
@@ -56,34 +63,64 @@ CASES = {
 
 def adafactor_like(static):
     """Return the equation with the settings that jstep gets by keywords."""
-    settings = {"factor": 3, "relative": "relative_step" in static, "scales": "scale_parameter" not in static}
-    return lambda g, p, s, h: equations.adafactor(g, p, s, types.SimpleNamespace(**vars(h), **settings))
+    settings = {
+        "factor": 3,
+        "relative": "relative_step" in static,
+        "scales": "scale_parameter" not in static,
+    }
+    return lambda g, p, s, h: equations.adafactor(
+        g, p, s, types.SimpleNamespace(**vars(h), **settings)
+    )
 
 
-FACTORS = {"decay_rate": 0.8, "epsilon": 1e-30, "epsilon_scale": 1e-3, "clip_threshold": 1.0, "momentum": None}
+FACTORS = {
+    "decay_rate": 0.8,
+    "epsilon": 1e-30,
+    "epsilon_scale": 1e-3,
+    "clip_threshold": 1.0,
+    "momentum": None,
+}
 for _name, _hyper, _static in (
     ("adafactor", FACTORS, {}),
     ("adafactor-momentum", FACTORS | {"momentum": RISING, "clip_threshold": 0.3}, {}),
     ("adafactor-plain", FACTORS | {"decay_rate": 0.5}, {"scale_parameter": False}),
     ("adafactor-relative", FACTORS, {"relative_step": True}),
 ):
-    CASES[_name] = (jstep.adafactor, adafactor_like(_static), _hyper, _static | {"min_dim_size_to_factor": 3})
+    CASES[_name] = (
+        jstep.adafactor,
+        adafactor_like(_static),
+        _hyper,
+        _static | {"min_dim_size_to_factor": 3},
+    )
 
 
 def scheduled(values):
     """Return hyperparameters of jstep: arrays become schedules."""
-    return {key: table_schedule(value) if isinstance(value, np.ndarray) else value for key, value in values.items()}
+    return {
+        key: table_schedule(value) if isinstance(value, np.ndarray) else value
+        for key, value in values.items()
+    }
 
 
 def with_decay_and_mask(name):
-    """Return optimizer, equation and its hyperparameters: rate and weight decay are schedules; `c` does not decay."""
+    """Return optimizer, equation and its hyperparameters: rate and weight decay are schedules; `c`
+    does not decay."""
     make, rule, hyper, static = CASES[name]
     decay = scheduled({"weight_decay": DECAY}) | {"weight_decay_mask": MASK}
-    return make(table_schedule(RATE), **decay, **scheduled(hyper), **static), rule, {"lr": RATE, "wd": DECAY, **hyper}
+    return (
+        make(table_schedule(RATE), **decay, **scheduled(hyper), **static),
+        rule,
+        {"lr": RATE, "wd": DECAY, **hyper},
+    )
 
 
 MORE_CASES = {
-    "adadelta-scheduled": (jstep.adadelta, equations.adadelta, {"rho": RISING, "epsilon": 1e-3}, "lr"),
+    "adadelta-scheduled": (
+        jstep.adadelta,
+        equations.adadelta,
+        {"rho": RISING, "epsilon": 1e-3},
+        "lr",
+    ),
     "signum": (jstep.signum, equations.signum, {"beta": RISING}, "lr"),
     "madgrad-scheduled": (
         jstep.madgrad,
@@ -91,7 +128,12 @@ MORE_CASES = {
         {"momentum": RISING, "epsilon": 1e-3, "weight_decay": DECAY},
         "lr",
     ),
-    "madgrad-plain": (jstep.madgrad, equations.madgrad, {"momentum": 0.0, "epsilon": 1e-6, "weight_decay": 0.0}, ""),
+    "madgrad-plain": (
+        jstep.madgrad,
+        equations.madgrad,
+        {"momentum": 0.0, "epsilon": 1e-6, "weight_decay": 0.0},
+        "",
+    ),
     "adan-scheduled": (jstep.adan, equations.adan, MOVING | {"beta3": RISING}, "lr wd"),
 }
 
@@ -112,14 +154,21 @@ STEPS, PARTS = 6, 3
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_few_steps_of_each_in_one_program(part):
-    known = {name: with_decay_and_mask(name) for name in CASES} | {name: more(name) for name in MORE_CASES}
+    known = {name: with_decay_and_mask(name) for name in CASES} | {
+        name: more(name) for name in MORE_CASES
+    }
     some = {name: known[name] for name in sorted(known)[part::PARTS]}
     params = jax.tree.map(jnp.float32, initial_params())
-    states = {name: jstep.TrainState.create(params, optimizer) for name, (optimizer, _, _) in some.items()}
+    states = {
+        name: jstep.TrainState.create(params, optimizer) for name, (optimizer, _, _) in some.items()
+    }
 
     @jax.jit
     def step(states, grads):
-        return {name: jstep.apply_gradients(state, grads, some[name][0]) for name, state in states.items()}
+        return {
+            name: jstep.apply_gradients(state, grads, some[name][0])
+            for name, state in states.items()
+        }
 
     found = []
     for n in range(STEPS):
@@ -141,7 +190,12 @@ def test_muon(nesterov, scale):
         "original": lambda rows, columns: max(1, columns / rows) ** 0.5,
         None: lambda rows, columns: 1.0,
     }
-    shared = {"nesterov": nesterov, "coefficients": (3.4445, -4.775, 2.0315), "steps": 5, "epsilon": 1e-7}
+    shared = {
+        "nesterov": nesterov,
+        "coefficients": (3.4445, -4.775, 2.0315),
+        "steps": 5,
+        "epsilon": 1e-7,
+    }
     optimizer = jstep.muon(
         table_schedule(RATE),
         table_schedule(RISING),
@@ -153,7 +207,10 @@ def test_muon(nesterov, scale):
     values = shared | {"lr": RATE, "wd": DECAY, "momentum": RISING, "scale": factors[scale]}
     # The iteration is not a contraction and amplifies rounding errors.
     assert_close(
-        run_jstep(optimizer, MATRICES)[0], run_equation(equations.muon, values, MATRICES), rtol=1e-3, atol=1e-4
+        run_jstep(optimizer, MATRICES)[0],
+        run_equation(equations.muon, values, MATRICES),
+        rtol=1e-3,
+        atol=1e-4,
     )
 
 
@@ -162,7 +219,14 @@ def test_muon(nesterov, scale):
 BALL_STEPS = 30
 BALL_MATRICES = {"a": (3, 4), "b": (6, 4), "c": (4, 4)}
 BALL_RATE = np.linspace(0.05, 0.005, BALL_STEPS)
-BALL_VALUES = {"lr": BALL_RATE, "momentum": 0.95, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "over": "short"}
+BALL_VALUES = {
+    "lr": BALL_RATE,
+    "momentum": 0.95,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "epsilon": 1e-8,
+    "over": "short",
+}
 BALLS = {
     "AdamH": (equations.adamh, lambda: (jstep.scale_by_adam(0.9, 0.95),)),
     "NorMuonH-short": (
@@ -182,9 +246,13 @@ BALLS = {
 def test_chains_match_their_equations(name):
     """In float64, where the rounding errors that the iteration amplifies do not matter."""
     rule, elements = BALLS[name]
-    optimizer = jstep.chain(*elements(), jstep.on_hyperball(lambda step: jnp.asarray(BALL_RATE)[step]))
+    optimizer = jstep.chain(
+        *elements(), jstep.on_hyperball(lambda step: jnp.asarray(BALL_RATE)[step])
+    )
     found, _ = run_jstep(optimizer, BALL_MATRICES, BALL_STEPS, dtype=jnp.float64)
-    assert_close(found, run_equation(rule, BALL_VALUES, BALL_MATRICES, BALL_STEPS), rtol=1e-6, atol=1e-9)
+    assert_close(
+        found, run_equation(rule, BALL_VALUES, BALL_MATRICES, BALL_STEPS), rtol=1e-6, atol=1e-9
+    )
 
 
 # A chain of blocks equals the optimizer: the same updates, slots and hyperparameters.
@@ -222,7 +290,11 @@ def test_a_chain_of_blocks_equals_the_optimizer(name):
     (found, state), (other, chain_state) = run_jstep(named), run_jstep(chain)
     assert_close(found, other, rtol=1e-6, atol=1e-6)
     assert state.slots.keys() == chain_state.slots.keys()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.slots, chain_state.slots)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        state.slots,
+        chain_state.slots,
+    )
     have, want = chain.hyperparameters(3), named.hyperparameters(3)
     assert have.keys() == want.keys() - {"dampening"}
     for key, value in have.items():
@@ -237,7 +309,8 @@ def test_scale_by_rms_and_orthogonalize():
     np.testing.assert_allclose(state.params["w"], params["w"] - jnp.sign(grads["w"]), rtol=1e-6)
     assert by_rms.hyperparameters(0).keys() == {"decay", "epsilon", "factor"}
     orthogonal = jstep.chain(
-        jstep.orthogonalize(scale=None, ns_steps=30, ns_coefficients=(1.5, -0.5, 0.0)), jstep.scale(-1.0)
+        jstep.orthogonalize(scale=None, ns_steps=30, ns_coefficients=(1.5, -0.5, 0.0)),
+        jstep.scale(-1.0),
     )
     state = jstep.apply_gradients(jstep.TrainState.create(params, orthogonal), grads, orthogonal)
     u, _, vt = np.linalg.svd(grads["w"])
@@ -254,8 +327,14 @@ def test_initial_params_survive_donation(copy):
     optimizer = jstep.madgrad(0.05)
     params = jax.tree.map(jnp.float32, initial_params())
     state = jstep.TrainState.create(params, optimizer, copy=copy)
-    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)
+    step = jax.jit(
+        lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0
+    )
     for n in range(3):
         state = step(state, jax.tree.map(jnp.float32, gradients(n)))
-    jax.tree.map(np.testing.assert_array_equal, state.slots["initial"], jax.tree.map(np.float32, initial_params()))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        state.slots["initial"],
+        jax.tree.map(np.float32, initial_params()),
+    )
     assert_close([state.params], run_equation(equations.madgrad, HYPER)[2:3])

@@ -1,7 +1,7 @@
-"""Trajectories compared with those of other libraries: Optax, and in `dev/peers.sh` torch and those built on it.
+"""Trajectories compared with those of Optax, and in `dev/peers.sh` of torch and its libraries.
 
-No figures are stored: a reviewer can check an equation (test_golden_equations.py) or the call of a library, but not a
-table of numbers that one of them once gave.
+No figures are stored: a reviewer can check an equation (test_golden_equations.py) or the call of a
+library, but not a table of numbers that one of them once gave.
 """
 
 import functools
@@ -12,7 +12,17 @@ import library_references as references
 import optax
 import pytest
 from against_optax import run_optax
-from golden import DECAY, DECAYED, RATE, STEPS, assert_close, gradients, initial_params, run_jstep, table_schedule
+from golden import (
+    DECAY,
+    DECAYED,
+    RATE,
+    STEPS,
+    assert_close,
+    gradients,
+    initial_params,
+    run_jstep,
+    table_schedule,
+)
 from optax import contrib
 
 import jstep
@@ -31,14 +41,19 @@ BY_OPTAX = {
     ),
     "prodigy-safeguard": (
         lambda: jstep.prodigy(LR, d0=1e-2, bias_correction=True, safeguard_warmup=True, beta3=0.9),
-        lambda: contrib.prodigy(LR, estim_lr0=1e-2, safeguard_warmup=True, betas=(0.9, 0.999), beta3=0.9),
+        lambda: contrib.prodigy(
+            LR, estim_lr0=1e-2, safeguard_warmup=True, betas=(0.9, 0.999), beta3=0.9
+        ),
     ),
     "adabelief": (
         lambda: jstep.adabelief(LR, 0.9, 0.99, 1e-6, 1e-8),
         lambda: optax.adabelief(LR, 0.9, 0.99, 1e-6, 1e-8),
     ),
     "yogi": (lambda: jstep.yogi(LR, 0.9, 0.99), lambda: optax.yogi(LR, 0.9, 0.99)),
-    "novograd": (lambda: jstep.novograd(LR, weight_decay=0.1), lambda: optax.novograd(LR, weight_decay=0.1)),
+    "novograd": (
+        lambda: jstep.novograd(LR, weight_decay=0.1),
+        lambda: optax.novograd(LR, weight_decay=0.1),
+    ),
     "adopt": (lambda: jstep.adopt(LR, 0.9, 0.99), lambda: contrib.adopt(LR, 0.9, 0.99)),
 }
 
@@ -48,7 +63,9 @@ BY_OPTAX = {
 def test_matches_optax(name):
     optimizer, reference = BY_OPTAX[name]
     params, *grads = jax.tree.map(jnp.float32, [initial_params(), *map(gradients, range(STEPS))])
-    assert_close(run_jstep(optimizer())[0], run_optax(reference(), grads, params), rtol=1e-4, atol=1e-5)
+    assert_close(
+        run_jstep(optimizer())[0], run_optax(reference(), grads, params), rtol=1e-4, atol=1e-5
+    )
 
 
 FREE = {"weight_lr_power": 2.0, "r": 0.5, "weight_decay": 0.1, "weight_decay_mask": MASK}
@@ -66,11 +83,15 @@ BY_LIBRARY = {
     "muon": (lambda: jstep.muon(LR, **DECAYING), {"rtol": 0.0, "atol": 3e-2 * float(RATE.sum())}),
     "prodigy": (lambda: jstep.prodigy(0.7, d0=1e-2, growth_rate=1.5, weight_decay=0.1), {}),
     "prodigy-guard": (
-        lambda: jstep.prodigy(0.7, d0=1e-2, growth_rate=1.5, safeguard_warmup=True, weight_decay=0.1),
+        lambda: jstep.prodigy(
+            0.7, d0=1e-2, growth_rate=1.5, safeguard_warmup=True, weight_decay=0.1
+        ),
         {},
     ),
     "soap": (
-        lambda: jstep.soap(LR, weight_decay=0.1, precondition_frequency=3, max_precondition_dim=10000),
+        lambda: jstep.soap(
+            LR, weight_decay=0.1, precondition_frequency=3, max_precondition_dim=10000
+        ),
         {"rtol": 1e-3, "atol": 1e-4},
     ),
     "soap-wide": (
@@ -86,7 +107,10 @@ for _warmup, _power in ((0, 2.0), (0, 1.0), (4, 2.0), (4, 1.0)):
             functools.partial(jstep.schedule_free_adamw, _rate, 0.9, 0.99, **_free),
             {},
         ),
-        f"free-sgd-{_warmup}-{_power}": (functools.partial(jstep.schedule_free_sgd, _rate, 0.9, **_free), {}),
+        f"free-sgd-{_warmup}-{_power}": (
+            functools.partial(jstep.schedule_free_sgd, _rate, 0.9, **_free),
+            {},
+        ),
     }
 
 

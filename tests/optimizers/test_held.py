@@ -57,7 +57,10 @@ def test_held_values_are_accepted_wherever_schedules_are():
 
 
 def test_names_of_other_arguments_raise():
-    with pytest.raises(ValueError, match=r"learning_rate=held\('weight_decay', …\): .* use held\('learning_rate', …\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"learning_rate=held\('weight_decay', …\): .* use held\('learning_rate', …\)",
+    ):
         jstep.adamw(jstep.held("weight_decay", 0.1))
     jstep.adamw(
         jstep.held("weight_decay", 0.1), weight_decay=jstep.held("learning_rate", 0.1)
@@ -70,34 +73,53 @@ def test_held_values_of_a_population_are_arrays():
     np.testing.assert_array_equal(jstep.get_hyperparameter(population, "net/rate"), np.full(4, 0.5))
     assert jstep.get_slot_names(population) == ["net/m", "net/v"]
     rates = jnp.array([0.0, 0.1, 0.2, 0.3])
-    step = jax.jit(jax.vmap(lambda state: jstep.apply_gradients(state, {"w": jnp.ones(2)}, optimizer)))
+    step = jax.jit(
+        jax.vmap(lambda state: jstep.apply_gradients(state, {"w": jnp.ones(2)}, optimizer))
+    )
     moved = step(jstep.set_hyperparameter(population, "net/rate", rates))
     np.testing.assert_allclose(1 - moved.params["w"][:, 0], rates, atol=1e-6)
     one = jstep.set_hyperparameter(moved, "net/rate", 0.25)
     assert one.slots["net/held/rate"].shape == (4,)
     step(one)
     assert step._cache_size() == 1
-    with pytest.raises(ValueError, match=r"must be a scalar or an array of shape \(4,\), got shape \(3,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"must be a scalar or an array of shape \(4,\), got shape \(3,\)",
+    ):
         jstep.set_hyperparameter(population, "net/rate", jnp.ones(3))
     with pytest.raises(ValueError, match="finite"):
         jstep.set_hyperparameter(population, "net/rate", rates.at[2].set(jnp.nan))
 
 
-@pytest.mark.parametrize(("saved_with", "restored_with"), [(True, True), (False, True), (True, False)])
-def test_a_held_value_is_a_float64_under_x64_and_converted_at_a_restore(saved_with, restored_with, tmp_path):
-    optimizer = jstep.partition({"a": jstep.sgd(jstep.held("learning_rate", 0.1))}, lambda path, leaf: "a")
+@pytest.mark.parametrize(
+    ("saved_with", "restored_with"), [(True, True), (False, True), (True, False)]
+)
+def test_a_held_value_is_a_float64_under_x64_and_converted_at_a_restore(
+    saved_with, restored_with, tmp_path
+):
+    optimizer = jstep.partition(
+        {"a": jstep.sgd(jstep.held("learning_rate", 0.1))}, lambda path, leaf: "a"
+    )
 
     def fresh():
-        return state_of(optimizer) if not stacked else jax.vmap(lambda w: jstep.TrainState.create(w, optimizer))(many)
+        return (
+            state_of(optimizer)
+            if not stacked
+            else jax.vmap(lambda w: jstep.TrainState.create(w, optimizer))(many)
+        )
 
     for stacked in (False, True):
         many = {"w": jnp.ones((3, 2), jnp.float32)}
         with jax.enable_x64(saved_with), jstep.Saver(tmp_path / str(stacked)) as saver:
             state = jstep.set_hyperparameter(fresh(), "a/learning_rate", 1 / 3)
-            saver.save(state.replace(params=jax.tree.map(lambda w: w.astype(jnp.float32), state.params)))
+            saver.save(
+                state.replace(params=jax.tree.map(lambda w: w.astype(jnp.float32), state.params))
+            )
         with jax.enable_x64(restored_with), jstep.Saver(tmp_path / str(stacked)) as saver:
             target = fresh()
-            target = target.replace(params=jax.tree.map(lambda w: w.astype(jnp.float32), target.params))
+            target = target.replace(
+                params=jax.tree.map(lambda w: w.astype(jnp.float32), target.params)
+            )
             restored = saver.restore(target)
             value = restored.slots["a/held/learning_rate"]
             assert value.dtype == (jnp.float64 if restored_with else jnp.float32)
@@ -126,7 +148,9 @@ def test_a_step_reads_and_sets_a_held_value():
     def step(state):
         state, metrics = update(state)
         rate = jstep.get_hyperparameter(state, "learning_rate")
-        return jstep.set_hyperparameter(state, "learning_rate", 0.5 * rate), metrics | {"next": rate}
+        return jstep.set_hyperparameter(state, "learning_rate", 0.5 * rate), metrics | {
+            "next": rate
+        }
 
     state, metrics = jstep.TrainStep(step)(state_of(optimizer))
     assert (metrics["next"], jstep.get_hyperparameter(state, "learning_rate")) == (0.5, 0.25)

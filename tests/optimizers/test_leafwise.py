@@ -17,18 +17,29 @@ PARAMS = {
 
 
 def grads_of(value=1.0):
-    return jax.tree.map(lambda p: jnp.full_like(p, value) if jnp.issubdtype(p.dtype, jnp.floating) else None, PARAMS)
+    return jax.tree.map(
+        lambda p: jnp.full_like(p, value) if jnp.issubdtype(p.dtype, jnp.floating) else None, PARAMS
+    )
 
 
 TRACED = []
 
 
 def rule(g, p, slots, h):
-    """A rule with slots that are copies, of other shapes, absent or of low precision; scalars, sums and flags."""
+    """A rule with slots that are copies, of other shapes, absent or of low precision; scalars, sums
+    and flags."""
     TRACED.append((p.shape, h["decays"], h["axis"]))
     assert isinstance(h["rate"], float)
-    assert {slot.dtype for slot in slots.values() if slot is not None} == {p.dtype} == {jnp.dtype(jnp.float32)}
-    new = {"z": slots["z"] - h["rate"] * g, "norm": slots["norm"] + jnp.sum(g * g), "m": slots["m"] + g}
+    assert (
+        {slot.dtype for slot in slots.values() if slot is not None}
+        == {p.dtype}
+        == {jnp.dtype(jnp.float32)}
+    )
+    new = {
+        "z": slots["z"] - h["rate"] * g,
+        "norm": slots["norm"] + jnp.sum(g * g),
+        "m": slots["m"] + g,
+    }
     if slots["row"] is not None:
         new["row"] = slots["row"] + jnp.mean(g, axis=h["axis"])
     decayed = g + (p if h["decays"] else 0.0)
@@ -45,7 +56,10 @@ def engine(**changes):
             "m": jstep.Slot(dtype=jnp.bfloat16),
         },
         "scalars": {"d": 0.25},
-        "flags": {"decays": mask("decay_mask", ["w/*"]), "axis": leaf_flag(lambda path, leaf: leaf.ndim - 1)},
+        "flags": {
+            "decays": mask("decay_mask", ["w/*"]),
+            "axis": leaf_flag(lambda path, leaf: leaf.ndim - 1),
+        },
         "prepare": lambda h: {"d": 2 * h["d"]},
         "measure": lambda g, p, slots, h: {"squares": jnp.sum(g * g)},
         "conclude": lambda h: {"size": jnp.sqrt(h["squares"])},
@@ -61,7 +75,9 @@ def test_slots_of_every_kind():
     assert sorted(state.slots) == ["d", "m", "norm", "row", "start_step", "z"]
     assert state.slots["d"].dtype == jnp.float32
     assert state.slots["z"]["w"]["b"].dtype == jnp.float32
-    assert state.slots["z"]["c"].unsafe_buffer_pointer() != state.params["c"].unsafe_buffer_pointer()
+    assert (
+        state.slots["z"]["c"].unsafe_buffer_pointer() != state.params["c"].unsafe_buffer_pointer()
+    )
     assert state.slots["m"]["c"].dtype == jnp.bfloat16
     assert state.slots["norm"]["c"].shape == ()
     assert state.slots["row"]["c"] is None
@@ -87,16 +103,26 @@ def test_slots_of_other_params_raise_and_name_the_path():
     optimizer = engine()
     state = jstep.TrainState.create(PARAMS, optimizer)
     other = {**PARAMS, "w": {"a": jnp.ones((4, 3)), "b": jnp.ones((2, 3), jnp.bfloat16)}}
-    with pytest.raises(ValueError, match=r"slot 'z': must have shape \(4, 3\) at 'w/a', got \(2, 3\)"):
-        jstep.apply_gradients(state.replace(params=other), {**grads_of(), "w": {"a": None, "b": None}}, optimizer)
+    with pytest.raises(
+        ValueError,
+        match=r"slot 'z': must have shape \(4, 3\) at 'w/a', got \(2, 3\)",
+    ):
+        jstep.apply_gradients(
+            state.replace(params=other), {**grads_of(), "w": {"a": None, "b": None}}, optimizer
+        )
     row = {**state.slots, "row": jax.tree.map(lambda x: x[:1], state.slots["row"])}
-    with pytest.raises(ValueError, match=r"slot 'row': must have shape \(2,\) at 'w/a', got \(1,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"slot 'row': must have shape \(2,\) at 'w/a', got \(1,\)",
+    ):
         jstep.apply_gradients(state.replace(slots=row), grads_of(), optimizer)
 
 
 def test_custom_hyperparameters_are_checked_and_scheduled():
     def sign(rate):
-        return jstep.leafwise(lambda g, p, slots, h: (-h["rate"] * jnp.sign(g), {}), hyper={"rate": rate})
+        return jstep.leafwise(
+            lambda g, p, slots, h: (-h["rate"] * jnp.sign(g), {}), hyper={"rate": rate}
+        )
 
     for rate in (0.5, np.float32(0.5), jnp.float32(0.5), lambda step: 0.5, jstep.held("rate", 0.5)):
         state = jstep.TrainState.create({"a": jnp.ones(2)}, sign(rate))
@@ -120,7 +146,9 @@ def test_a_plain_weight_decay_applies_to_the_leaves_of_the_mask(mask, w, b):
     optimizer = jstep.from_direction("new", _average, {"m": 0.0}, hyper, weight_decay_mask=mask)
     assert repr(optimizer).startswith("from_direction('new', _average, {'m': 0.0}, {")
     state = jstep.TrainState.create({"w": -1.0, "b": -1.0, "n": 3}, optimizer)
-    state = jstep.apply_gradients(state, {"w": jnp.float32(-2.0), "b": jnp.float32(-2.0), "n": None}, optimizer)
+    state = jstep.apply_gradients(
+        state, {"w": jnp.float32(-2.0), "b": jnp.float32(-2.0), "n": None}, optimizer
+    )
     np.testing.assert_allclose(state.params["w"], w, rtol=1e-6)
     np.testing.assert_allclose(state.params["b"], b, rtol=1e-6)
     assert jstep.get_slot_names(state) == ["m"]
@@ -135,7 +163,9 @@ RULES = {
 }
 
 
-@pytest.mark.thorough(except_for=["attributes-True", "items-False", "changed-False", "tree-False", "jit-False"])
+@pytest.mark.thorough(
+    except_for=["attributes-True", "items-False", "changed-False", "tree-False", "jit-False"]
+)
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("name", RULES)
 def test_values_are_attributes_and_those_of_a_dict(name, sparse):

@@ -40,9 +40,13 @@ def test_the_work_grows_with_the_leaves_and_not_with_labels_times_leaves(count_c
     def count(labels):
         names = [f"l{i:03d}" for i in range(labels)]
         params = {name: jnp.ones(2) for name in names}
-        optimizer = jstep.partition({name: jstep.adamw(1e-3) for name in names}, lambda path, leaf: path)
+        optimizer = jstep.partition(
+            {name: jstep.adamw(1e-3) for name in names}, lambda path, leaf: path
+        )
         state = jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))
-        created = count_calls(lambda: jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer)))
+        created = count_calls(
+            lambda: jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))
+        )
         step = jstep.minimize(loss, optimizer)
         traced = count_calls(lambda: jax.make_jaxpr(step)(state, jnp.ones(2)))
         return created, traced

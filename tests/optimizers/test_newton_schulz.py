@@ -1,4 +1,5 @@
-"""Newton–Schulz presets, compared with the iteration in float64 and with known bounds of singular values."""
+"""Newton–Schulz presets, compared with the iteration in float64 and with known bounds of singular
+values."""
 
 import contextlib
 import re
@@ -45,7 +46,9 @@ def with_spectrum(values, shape, seed=0):
 def orthogonalized(x, **arguments):
     optimizer = jstep.orthogonalize(scale=None, **arguments)
     params = {"w": jnp.ones(np.shape(x))}
-    return np.asarray(optimizer.update({"w": jnp.asarray(x, jnp.float32)}, {}, params, jnp.int32(0))[0]["w"])
+    return np.asarray(
+        optimizer.update({"w": jnp.asarray(x, jnp.float32)}, {}, params, jnp.int32(0))[0]["w"]
+    )
 
 
 def singular(x):
@@ -70,7 +73,9 @@ def test_presets_equal_their_coefficients(name, shape, normalization):
     found = orthogonalized(x, ns_coefficients=name, normalization=normalization)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(
-        orthogonalized(1e-4 * x, ns_coefficients=name, normalization=normalization), expected, atol=1e-4
+        orthogonalized(1e-4 * x, ns_coefficients=name, normalization=normalization),
+        expected,
+        atol=1e-4,
     )
 
 
@@ -88,11 +93,14 @@ def test_bounds_of_singular_values(name, steps, least, low, high):
     for normalization in ("frobenius", "schatten"):
         for values in (spectrum(1.02 * least), [1.0], np.ones(12)):
             x = with_spectrum(values, (20, 16))
-            found = singular(orthogonalized(x, ns_steps=steps, ns_coefficients=name, normalization=normalization))
+            found = singular(
+                orthogonalized(x, ns_steps=steps, ns_coefficients=name, normalization=normalization)
+            )
             nonzero = found[: len(values)]
             assert low - 1e-4 <= nonzero.min(), (normalization, len(values))
             assert nonzero.max() <= high + 1e-4, (normalization, len(values))
-            assert found[len(values) :].max(initial=0.0) < 1e-2  # rounding errors grow at most a hundredfold
+            # Rounding errors grow at most a hundredfold.
+            assert found[len(values) :].max(initial=0.0) < 1e-2
 
 
 @pytest.mark.thorough(except_for=["jordan-schatten"])
@@ -127,7 +135,9 @@ def matrix(n, rank, size=1.0):
 
 @pytest.mark.thorough(except_for=["40-7-16-1.0"])
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
-@pytest.mark.parametrize(("n", "rank", "width"), [(1, 1, 128), (3, 3, 128), (130, 130, 128), (40, 7, 16), (5, 0, 2)])
+@pytest.mark.parametrize(
+    ("n", "rank", "width"), [(1, 1, 128), (3, 3, 128), (130, 130, 128), (40, 7, 16), (5, 0, 2)]
+)
 def test_householder_loop_is_a_qr_decomposition(n, rank, width, size):
     a = matrix(n, rank, size).astype(np.float64)
     q = np.asarray(soap.orthonormal(jnp.asarray(a, jnp.float32), width), np.float64)
@@ -161,7 +171,10 @@ def test_training_with_loops_equals_training_with_calls(monkeypatch):
         state = jstep.TrainState.create(params, optimizer)
         step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
         for _ in range(8):
-            grads = {name: jnp.asarray(random.normal(size=leaf.shape), jnp.float32) for name, leaf in params.items()}
+            grads = {
+                name: jnp.asarray(random.normal(size=leaf.shape), jnp.float32)
+                for name, leaf in params.items()
+            }
             state = step(state, grads)
         return state.params
 
@@ -185,12 +198,19 @@ def test_tpus_compile_one_program_per_matrix_size():
     def decompositions(shapes):
         optimizer = jstep.soap(0.01)
         state = jax.eval_shape(
-            lambda: jstep.TrainState.create([jnp.zeros(shape, jnp.float32) for shape in shapes], optimizer)
+            lambda: jstep.TrainState.create(
+                [jnp.zeros(shape, jnp.float32) for shape in shapes], optimizer
+            )
         )
         step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
         text = step.trace(state, state.params).lower(lowering_platforms=("tpu",)).as_text()
         assert "lapack" not in text
-        return len(re.findall(r"custom_call @Eigh\(", text)), len(re.findall(r"custom_call @Qr\(", text))
+        return len(re.findall(r"custom_call @Eigh\(", text)), len(
+            re.findall(
+                r"custom_call @Qr\(",
+                text,
+            )
+        )
 
     assert decompositions([(600, 300)]) == (2, 0)
     assert decompositions([(600, 300)] * 5 + [(600, 600), (300,)]) == (2, 0)
@@ -199,14 +219,17 @@ def test_tpus_compile_one_program_per_matrix_size():
 def test_cpus_and_gpus_call_their_libraries():
     optimizer = jstep.soap(0.01)
     state = jstep.TrainState.create([jnp.zeros((3, 2))] * 2, optimizer)
-    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer)).trace(state, state.params)
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer)).trace(
+        state, state.params
+    )
     for platform, library in (("cpu", "lapack_ssyevd"), ("cuda", "cusolver_syevd")):
         text = step.lower(lowering_platforms=(platform,)).as_text()
         assert library in text
         assert "@Eigh(" not in text
 
 
-# How matrices of one shape are batched, or distributed over the devices of a mesh: the layouts of the stack.
+# How matrices of one shape are batched, or distributed over the devices of a mesh: the layouts of
+# the stack.
 
 CUBE = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
 AXES = (0, 1), (2,)
@@ -215,7 +238,11 @@ MERGED = (8, 2, 4)
 
 def test_layouts_of_matrices():
     def of(spec, shape=MERGED, axes=AXES, devices=8):
-        mesh = jax.make_mesh((devices // 2 or 1, 2 if devices > 1 else 1), ("x", "y"), devices=jax.devices()[:devices])
+        mesh = jax.make_mesh(
+            (devices // 2 or 1, 2 if devices > 1 else 1),
+            ("x", "y"),
+            devices=jax.devices()[:devices],
+        )
         found = layout_of_matrix(NamedSharding(mesh, spec), shape, axes)
         return None if found is None else (found.mesh is mesh, *found[1:])
 
@@ -247,7 +274,8 @@ def test_layouts_of_matrices():
     ],
 )
 def test_a_stack_is_resharded_one_axis_at_a_time(layout, shapes, hops, is_set):
-    """There and back, to one matrix on each device or a few; the values are those of each matrix."""
+    """There and back, to one matrix on each device or a few; the values are those of each
+    matrix."""
     numbers = np.random.default_rng(0)
     members = [jnp.asarray(numbers.normal(size=(*shape, 4, 2)), jnp.float32) for shape in shapes]
     names = [tuple(part) for part in layout.split("/")]
@@ -260,8 +288,17 @@ def test_a_stack_is_resharded_one_axis_at_a_time(layout, shapes, hops, is_set):
 
     with jax.set_mesh(CUBE) if is_set else contextlib.nullcontext():
         program = jax.make_jaxpr(run)(members)
-    specs = [eqn.params["sharding"].spec for eqn in program.eqns if eqn.primitive.name == "sharding_constraint"]
-    found = [" ".join("".join(axis if isinstance(axis, tuple) else (axis or "",)) for axis in spec) for spec in specs]
+    specs = [
+        eqn.params["sharding"].spec
+        for eqn in program.eqns
+        if eqn.primitive.name == "sharding_constraint"
+    ]
+    found = [
+        " ".join("".join(axis if isinstance(axis, tuple) else (axis or "",)) for axis in spec)
+        for spec in specs
+    ]
     assert found == [*hops, *hops[::-1]]
     for one, member in zip(jax.jit(run)(members) if is_set else (), members, strict=is_set):
-        np.testing.assert_allclose(one, member + np.sum(np.abs(member), (-2, -1), keepdims=True), rtol=1e-6)
+        np.testing.assert_allclose(
+            one, member + np.sum(np.abs(member), (-2, -1), keepdims=True), rtol=1e-6
+        )

@@ -10,7 +10,12 @@ import pytest
 
 import jstep
 
-PARAMS = {"low": jnp.ones((2, 2), jnp.bfloat16), "high": jnp.ones((2, 2)), "n": jnp.int32(1), "none": None}
+PARAMS = {
+    "low": jnp.ones((2, 2), jnp.bfloat16),
+    "high": jnp.ones((2, 2)),
+    "n": jnp.int32(1),
+    "none": None,
+}
 GRADS = {"low": jnp.ones((2, 2), jnp.bfloat16), "high": jnp.ones((2, 2)), "n": None, "none": None}
 
 
@@ -23,15 +28,21 @@ def by_dtype(path, leaf):
 
 
 def partition_by_dtype():
-    return jstep.partition({"low": jstep.gradient_descent(1.0), "high": jstep.gradient_descent(0.0)}, by_dtype)
+    return jstep.partition(
+        {"low": jstep.gradient_descent(1.0), "high": jstep.gradient_descent(0.0)}, by_dtype
+    )
 
 
 WRAPPERS = {
     "masters": jstep.master_weights,
     "scoped": lambda one: jstep.master_weights(jstep.scope(one, "s")),
-    "guarded": lambda one: jstep.skip_nonfinite(jstep.master_weights(jstep.with_moving_average(one, EMA))),
+    "guarded": lambda one: jstep.skip_nonfinite(
+        jstep.master_weights(jstep.with_moving_average(one, EMA))
+    ),
     "labels": lambda one: jstep.master_weights(
-        jstep.partition({"a": jstep.partition({"b": one}, lambda path, leaf: "b")}, lambda path, leaf: "a")
+        jstep.partition(
+            {"a": jstep.partition({"b": one}, lambda path, leaf: "b")}, lambda path, leaf: "a"
+        )
     ),
     "chain": lambda one: jstep.master_weights(jstep.chain(jstep.clip_gradients(by_value=9.0), one)),
 }
@@ -42,19 +53,25 @@ CASES = {
     "labels-in-labels": lambda: jstep.partition(
         {"x": partition_by_dtype()}, lambda path, leaf: "x" if by_dtype(path, leaf) else None
     ),
-    "decay": lambda: jstep.chain(jstep.add_weight_decay(1.0, is_low), jstep.stateless(_decay_alone)),
+    "decay": lambda: jstep.chain(
+        jstep.add_weight_decay(1.0, is_low), jstep.stateless(_decay_alone)
+    ),
     "decoupled": lambda: jstep.chain(jstep.gradient_descent(0.0), jstep.decay_weights(1.0, is_low)),
     "factors": lambda: jstep.chain(
-        jstep.gradient_descent(1.0), jstep.scale_updates(lambda path, leaf: float(is_low(path, leaf)))
+        jstep.gradient_descent(1.0),
+        jstep.scale_updates(lambda path, leaf: float(is_low(path, leaf))),
     ),
     "slots": lambda: jstep.leafwise(_slotted, hyper={}, slots={"m": jstep.Slot(shape=_shape)}),
 }
-# Each case calls its functions, which return the axes of a leaf or the radius, with a path and a leaf.
+# Each case calls its functions, which return the axes of a leaf or the radius, with a path and a
+# leaf.
 AXES_CASES = {
     "orthogonalize": lambda axes: jstep.orthogonalize(scale=None, axes=axes),
     "neurons": lambda axes: jstep.normalize_neurons(axes=axes),
     "hyperball-axes": lambda axes: jstep.on_hyperball(0.1, axes=axes),
-    "hyperball-radius": lambda axes: jstep.on_hyperball(0.1, lambda path, leaf: 1.0 + axes(path, leaf)[0]),
+    "hyperball-radius": lambda axes: jstep.on_hyperball(
+        0.1, lambda path, leaf: 1.0 + axes(path, leaf)[0]
+    ),
     "units": lambda axes: jstep.clip_gradients(adaptive=1.0, axes=axes),
     "centralize": lambda axes: jstep.centralize_gradients(axes=axes),
 }
@@ -102,12 +119,16 @@ def test_functions_of_axes_see_the_dtypes_of_the_state(case, wrapper):
 
 
 def test_averages_and_trust_ratios_see_the_dtypes_of_the_state():
-    optimizer = jstep.master_weights(jstep.with_moving_average(jstep.gradient_descent(0.1), EMA, is_low))
+    optimizer = jstep.master_weights(
+        jstep.with_moving_average(jstep.gradient_descent(0.1), EMA, is_low)
+    )
     averages = jstep.TrainState.create(PARAMS, optimizer).slots["ExponentialMovingAverage"]
     assert averages["high"] is None
     assert averages["low"].dtype == jnp.float32
     for wrapper in (lambda one: one, jstep.master_weights):
-        lars = wrapper(jstep.lars(1.0, momentum=0.0, trust_coefficient=0.5, trust_ratio_mask=is_low))
+        lars = wrapper(
+            jstep.lars(1.0, momentum=0.0, trust_coefficient=0.5, trust_ratio_mask=is_low)
+        )
         state = jstep.apply_gradients(jstep.TrainState.create(PARAMS, lars), GRADS, lars)
         np.testing.assert_allclose(state.params["low"].astype(jnp.float32), 0.5, rtol=1e-2)
         np.testing.assert_allclose(state.params["high"], 0.0, atol=1e-6)
@@ -151,16 +172,27 @@ def rates(params, labels, wrap=lambda optimizer: optimizer):
 )
 def test_each_leaf_has_the_label_of_the_tree(params, labels, wanted):
     assert rates(params, labels) == wanted
-    assert rates(params, labels, lambda one: jstep.chain(jstep.clip_gradients(by_global_norm=1e9), one)) == wanted
+    assert (
+        rates(
+            params, labels, lambda one: jstep.chain(jstep.clip_gradients(by_global_norm=1e9), one)
+        )
+        == wanted
+    )
 
 
 # Weight decay that differs from leaf to leaf: mappings, and masks that select nothing.
 
 PARAMS_OF_DECAY = {"a": jnp.float32(2.0), "ab": jnp.float32(2.0), "c": {"d": jnp.float32(2.0)}}
 BLOCKS = {
-    "add_weight_decay": lambda *args: jstep.chain(jstep.add_weight_decay(*args), jstep.scale_by_learning_rate(1.0)),
-    "decay_weights": lambda *args: jstep.chain(jstep.gradient_descent(0.0), jstep.decay_weights(*args)),
-    "cautious": lambda *args: jstep.chain(jstep.gradient_descent(1e-9), jstep.decay_weights(*args, cautious=True)),
+    "add_weight_decay": lambda *args: jstep.chain(
+        jstep.add_weight_decay(*args), jstep.scale_by_learning_rate(1.0)
+    ),
+    "decay_weights": lambda *args: jstep.chain(
+        jstep.gradient_descent(0.0), jstep.decay_weights(*args)
+    ),
+    "cautious": lambda *args: jstep.chain(
+        jstep.gradient_descent(1e-9), jstep.decay_weights(*args, cautious=True)
+    ),
 }
 
 
@@ -197,12 +229,16 @@ def test_held_decay_and_partition(block):
     make = BLOCKS[block]
     assert decayed(make({"a": jstep.held("wd", 0.1)}, {"a": 2.0})) == [0.2, 0.0, 0.0]
     half = make(0.1, {"a": 2.0, "ab": 3.0})
-    optimizer = jstep.partition({"x": half, "y": half}, lambda path, leaf: "x" if path == "a" else "y")
+    optimizer = jstep.partition(
+        {"x": half, "y": half}, lambda path, leaf: "x" if path == "a" else "y"
+    )
     assert decayed(optimizer) == [0.2, 0.3, 0.1]
 
 
 def test_hyperparameters_are_reported_by_entry():
-    optimizer = jstep.chain(jstep.gradient_descent(1.0), jstep.decay_weights({"a": 0.1, "c/*": 0.2}))
+    optimizer = jstep.chain(
+        jstep.gradient_descent(1.0), jstep.decay_weights({"a": 0.1, "c/*": 0.2})
+    )
     assert set(optimizer.hyperparameters(0)) == {
         "decoupled_weight_decay/a", "decoupled_weight_decay/c/*", "learning_rate"
     }  # fmt: skip
@@ -238,11 +274,17 @@ def test_several_candidates_raise_and_are_listed(part):
     make, extract, slot = PARTS[part]
     candidates = [f"x/{slot}", f"x/y/{slot}"]
     state = run_two_steps(
-        jstep.partition({"x": make(), "x/y": make()}, lambda path, leaf: "x" if path == "a" else "x/y")
+        jstep.partition(
+            {"x": make(), "x/y": make()}, lambda path, leaf: "x" if path == "a" else "x/y"
+        )
     )
-    with pytest.raises(ValueError, match=re.escape(f"several such slots, {sorted(candidates)}; give")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"several such slots, {sorted(candidates)}; give")
+    ):
         extract(state)
-    np.testing.assert_allclose(extract(state, f"x/{slot}")["a"], extract(run_two_steps(make()))["a"])
+    np.testing.assert_allclose(
+        extract(state, f"x/{slot}")["a"], extract(run_two_steps(make()))["a"]
+    )
     np.testing.assert_array_equal(extract(state, f"x/{slot}")["b"], state.params["b"])
 
 
@@ -250,7 +292,9 @@ def select_nothing(path, leaf):
     return False
 
 
-@pytest.mark.parametrize("nothing", [select_nothing, {"a": False, "b": False}], ids=["function", "tree"])
+@pytest.mark.parametrize(
+    "nothing", [select_nothing, {"a": False, "b": False}], ids=["function", "tree"]
+)
 @pytest.mark.parametrize(
     "make",
     [
@@ -264,12 +308,16 @@ def test_a_decay_mask_that_selects_nothing_is_one_warning(make, nothing, caplog)
     assert caplog.text.count("mask: it selects none of the 2 parameters, so that none decays") == 1
 
 
-@pytest.mark.parametrize("mask", [["a"], {"a": True, "b": False}, lambda path, leaf: path == "a", {"a": 0.5, "b": 0}])
+@pytest.mark.parametrize(
+    "mask", [["a"], {"a": True, "b": False}, lambda path, leaf: path == "a", {"a": 0.5, "b": 0}]
+)
 @pytest.mark.parametrize(
     "make",
     [
         lambda **mask: jstep.chain(
-            jstep.scale_by_adam(), jstep.add_weight_decay(0.1, **mask), jstep.scale_by_learning_rate(0.1)
+            jstep.scale_by_adam(),
+            jstep.add_weight_decay(0.1, **mask),
+            jstep.scale_by_learning_rate(0.1),
         ),
         lambda **mask: jstep.chain(jstep.sgd(0.1), jstep.decay_weights(0.1, cautious=True, **mask)),
     ],
@@ -285,12 +333,19 @@ def test_mask_and_weight_decay_mask_are_one_argument(make, mask):
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
-@pytest.mark.parametrize(("other", "warnings"), [(None, 0), (lambda path, leaf: path == "b", 0), (select_nothing, 1)])
-def test_a_decay_mask_of_one_label_may_select_nothing_if_another_selects(other, warnings, is_nested, caplog):
+@pytest.mark.parametrize(
+    ("other", "warnings"), [(None, 0), (lambda path, leaf: path == "b", 0), (select_nothing, 1)]
+)
+def test_a_decay_mask_of_one_label_may_select_nothing_if_another_selects(
+    other, warnings, is_nested, caplog
+):
     masks = {"a": select_nothing, "b": other}
     optimizers = {label: jstep.adamw(0.1, weight_decay_mask=mask) for label, mask in masks.items()}
     optimizer = jstep.partition(optimizers, lambda path, leaf: path)
     if is_nested:
         optimizer = jstep.partition({"both": optimizer}, lambda path, leaf: "both")
     run_two_steps(optimizer)
-    assert caplog.text.count("mask: it selects none of the 2 parameters, so that none decays") == warnings
+    assert (
+        caplog.text.count("mask: it selects none of the 2 parameters, so that none decays")
+        == warnings
+    )

@@ -1,4 +1,5 @@
-"""`with_projection`: the new parameters are fn(p + u), bit for bit, and nothing else of the step changes."""
+"""`with_projection`: the new parameters are fn(p + u), bit for bit, and nothing else of the step
+changes."""
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,18 @@ PARAMS = {
     "b": jnp.zeros(4),
     "n": jnp.int32(3),
 }
-GRADIENTS = {"w": jnp.ones((8, 4)) * 0.3, "half": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(4), "n": None}
+GRADIENTS = {
+    "w": jnp.ones((8, 4)) * 0.3,
+    "half": jnp.ones(4, jnp.bfloat16),
+    "b": jnp.ones(4),
+    "n": None,
+}
 
 
 def clip(params):
-    return jax.tree.map(lambda p: jnp.clip(p, -0.1, 0.1) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
+    return jax.tree.map(
+        lambda p: jnp.clip(p, -0.1, 0.1) if jnp.issubdtype(p.dtype, jnp.floating) else p, params
+    )
 
 
 def unit_norms(params):
@@ -52,7 +60,9 @@ def test_new_parameters_are_those_of_fn(fn, compiled):
             assert bits(state.params) == bits(plain.params)
             assert float(jnp.abs(state.params["w"]).max()) == np.float32(0.1)
         else:  # XLA may fuse the division with the norm
-            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), state.params, plain.params)
+            jax.tree.map(
+                lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), state.params, plain.params
+            )
 
 
 @pytest.mark.thorough(except_for=["master_weights-bfloat16"])
@@ -60,10 +70,14 @@ def test_new_parameters_are_those_of_fn(fn, compiled):
 @pytest.mark.parametrize("around", ["master_weights", "stochastic_rounding"])
 def test_bounds_hold_below_low_precision(around, dtype):
     """The move from 100 to the bound of 1e-6 is too large to be exact in float32."""
-    projected = jstep.with_projection(jstep.gradient_descent(1.0), lambda p: jax.tree.map(lambda x: x.clip(1e-6), p))
+    projected = jstep.with_projection(
+        jstep.gradient_descent(1.0), lambda p: jax.tree.map(lambda x: x.clip(1e-6), p)
+    )
     key = () if around == "master_weights" else (jax.random.key(0),)
     optimizer = getattr(jstep, around)(projected, *key)
-    state = stepped(optimizer, {"w": jnp.full(4, 300.0, dtype)}, params={"w": jnp.full(4, 100.0, dtype)})
+    state = stepped(
+        optimizer, {"w": jnp.full(4, 300.0, dtype)}, params={"w": jnp.full(4, 100.0, dtype)}
+    )
     assert bits(state.params["w"]) == bits(jnp.full(4, 1e-6, dtype))
     if around == "master_weights":
         assert bits(state.slots["master"]["w"]) == bits(jnp.full(4, 1e-6, jnp.float32))
@@ -94,17 +108,20 @@ def test_nothing_is_projected_where_the_inner_update_was_skipped(compiled):
     new = stepped(jstep.with_projection(parts, clip))
     assert bits(new["w"]) == bits(params["w"])
     assert float(jnp.abs(new["v"]).max()) == np.float32(0.1)
-    decayed = jstep.with_projection(jstep.chain(jstep.skip_nonfinite(sgd), jstep.decay_weights(0.1)), clip)
+    decayed = jstep.with_projection(
+        jstep.chain(jstep.skip_nonfinite(sgd), jstep.decay_weights(0.1)), clip
+    )
     assert float(jnp.abs(stepped(decayed)["w"]).max()) == np.float32(0.1)
     fine = jax.tree.map(jnp.ones_like, bad)
-    assert float(jnp.abs(stepped(jstep.with_projection(jstep.skip_nonfinite(sgd), clip), fine)["w"]).max()) == (
-        np.float32(0.1)
-    )
+    moved = stepped(jstep.with_projection(jstep.skip_nonfinite(sgd), clip), fine)
+    assert float(jnp.abs(moved["w"]).max()) == np.float32(0.1)
 
 
 def test_update_norm_is_that_of_the_whole_move():
     free = jstep.gradient_descent(0.5)
-    optimizer = jstep.partition({"w": jstep.with_projection(free, clip), "b": free}, lambda path, leaf: path)
+    optimizer = jstep.partition(
+        {"w": jstep.with_projection(free, clip), "b": free}, lambda path, leaf: path
+    )
     params = {"w": jnp.array([3.0, 0.0]), "b": jnp.float32(1.0)}
     step = jstep.minimize(lambda p: jnp.sum(p["w"]) + p["b"], optimizer, metrics=("update_norm",))
     state, metrics = step(jstep.TrainState.create(params, optimizer))

@@ -26,10 +26,12 @@ def a_loss_of(path: str, leaf: object) -> str:
     [
         (
             lambda: jstep.chain(
-                jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(jstep.warmup_cosine_decay(1e-3, 10, 100))
+                jstep.clip_gradients(by_global_norm=1.0),
+                jstep.adamw(jstep.warmup_cosine_decay(1e-3, 10, 100)),
             ),
             "chain(clip_gradients(by_global_norm=1.0), "
-            "adamw(learning_rate=warmup_cosine_decay(peak=0.001, warmup_steps=10, decay_steps=100)))",
+            "adamw(learning_rate=warmup_cosine_decay(peak=0.001, "
+            "warmup_steps=10, decay_steps=100)))",
         ),
         (lambda: jstep.adam(beta1=0.8, learning_rate=0.1), "adam(beta1=0.8, learning_rate=0.1)"),
         (
@@ -41,17 +43,28 @@ def a_loss_of(path: str, leaf: object) -> str:
             "partition({'a': adam(learning_rate=0.001), 'b': sgd(learning_rate=0.1)}, a_loss_of)",
         ),
         (
-            lambda: jstep.update_every(jstep.skip_nonfinite(jstep.adam(np.float32(0.1))), 2, accumulate=True),
-            f"update_every(skip_nonfinite(adam(learning_rate={np.float32(0.1)!r})), 2, accumulate=True)",
+            lambda: jstep.update_every(
+                jstep.skip_nonfinite(jstep.adam(np.float32(0.1))), 2, accumulate=True
+            ),
+            f"update_every(skip_nonfinite(adam(learning_rate={np.float32(0.1)!r})), "
+            "2, accumulate=True)",
         ),
         (
-            lambda: jstep.with_moving_average(jstep.adam(), jstep.ExponentialMovingAverage(0.99), ["w*"]),
+            lambda: jstep.with_moving_average(
+                jstep.adam(), jstep.ExponentialMovingAverage(0.99), ["w*"]
+            ),
             "with_moving_average(adam(), ExponentialMovingAverage(decay=0.99, ",
         ),
         (lambda: jstep.adam(jnp.float32(0.1)), "adam(learning_rate=float32[])"),
-        (lambda: jstep.from_optax(optax.adam(1e-3), {"learning_rate": 1e-3}), "from_optax(GradientTransformation"),
+        (
+            lambda: jstep.from_optax(optax.adam(1e-3), {"learning_rate": 1e-3}),
+            "from_optax(GradientTransformation",
+        ),
         (lambda: jstep.adam(optax.cosine_decay_schedule(1.0, 9)), "adam(learning_rate=schedule)"),
-        (lambda: jstep.add_noise(0.1, 0.5, jax.random.key(0)), "add_noise(eta=0.1, gamma=0.5, key=key<fry>[])"),
+        (
+            lambda: jstep.add_noise(0.1, 0.5, jax.random.key(0)),
+            "add_noise(eta=0.1, gamma=0.5, key=key<fry>[])",
+        ),
     ],
 )
 def test_reprs(make, text: str) -> None:
@@ -65,9 +78,12 @@ def test_every_function_that_makes_an_optimizer_or_a_schedule_is_remembered() ->
 
 
 def test_every_optimizer_has_an_entry() -> None:
-    """Tests of their own have functions that wrap others or need a rule, and `rprop`, whose rate is a constant."""
+    """Tests of their own have functions that wrap others or need a rule, and `rprop`, whose rate is
+    a constant."""
     makers = {name for name, fn in NAMES.items() if _returns(fn) == "Optimizer"}
-    used = {word for entry in TABLE.values() for word in re.findall(r"\w+", repr(entry.make(0.125)))}
+    used = {
+        word for entry in TABLE.values() for word in re.findall(r"\w+", repr(entry.make(0.125)))
+    }
     others = {"compact", "from_direction", "leafwise", "rprop", "scale_by_trust_ratio"}
     assert makers - used == others, "add one line for each to tests/optimizer_entries/modern.py"
 
@@ -97,7 +113,10 @@ def test_optimizers_compare_and_copy_as_before() -> None:
     assert optimizer == copy.deepcopy(optimizer)
     assert hash(optimizer) == hash(copy.deepcopy(optimizer))
     assert optimizer != other  # functions of their own
-    assert repr(cloudpickle.loads(cloudpickle.dumps(jstep.chain(optimizer)))) == "chain(adam(learning_rate=0.1))"
+    assert (
+        repr(cloudpickle.loads(cloudpickle.dumps(jstep.chain(optimizer))))
+        == "chain(adam(learning_rate=0.1))"
+    )
 
 
 WITH_LAMBDAS = {"from_optax", "average_of_some", "frozen", "stateless"}
@@ -111,20 +130,30 @@ def test_optimizers_are_pickled_as_the_calls_that_made_them() -> None:
         copied = pickle.loads(module.dumps(optimizer))
         assert repr(copied) == repr(optimizer)
         assert copied != optimizer
-    optimizer = jstep.partition({"a": jstep.adam(jstep.linear_warmup(0.1, 3))}, {"w": "a", "b": None})
+    optimizer = jstep.partition(
+        {"a": jstep.adam(jstep.linear_warmup(0.1, 3))}, {"w": "a", "b": None}
+    )
     params = {"w": jnp.ones(3), "b": jnp.ones(2)}
     states = []
     for made in (optimizer, pickle.loads(pickle.dumps(optimizer))):
         step = jstep.minimize(loss_of_w, made, rng=jax.random.key(0))
-        for one in (step, pickle.loads(pickle.dumps(step)), pickle.loads(pickle.dumps(jstep.scan_steps(step)))):
+        for one in (
+            step,
+            pickle.loads(pickle.dumps(step)),
+            pickle.loads(pickle.dumps(jstep.scan_steps(step))),
+        ):
             states.append(
-                one(jstep.TrainState.create(params, made), *[np.ones(1)] * (one.__name__ == "train_steps"))[0]
+                one(
+                    jstep.TrainState.create(params, made),
+                    *[np.ones(1)] * (one.__name__ == "train_steps"),
+                )[0]
             )
         pure = pickle.loads(pickle.dumps(step.__wrapped__))
         assert (repr(pure), repr(one.donate)) == (repr(step.__wrapped__), "True")
     assert all(state == states[0] for state in states)
     with pytest.raises(
-        TypeError, match=r"adam\(learning_rate=0.1\): cannot be pickled, as its functions were replaced"
+        TypeError,
+        match=r"adam\(learning_rate=0.1\): cannot be pickled, as its functions were replaced",
     ):
         pickle.dumps(jstep.adam(0.1)._replace(update=loss_of_w))
     custom = jstep.Optimizer(a_loss_of, loss_of_w, a_loss_of)

@@ -1,7 +1,8 @@
 """Sparse gradients under every optimizer, block and wrapper, against dense gradients in float64.
 
-Repeated ids add up first, traced ids out of range are dropped, and rows that no gradient names keep parameter and slots
-bit for bit, unless the optimizer changes rows without a gradient by design (Adam's moments decay everywhere).
+Repeated ids add up first, traced ids out of range are dropped, and rows that no gradient names keep
+parameter and slots bit for bit, unless the optimizer changes rows without a gradient by design
+(Adam's moments decay everywhere).
 """
 
 import jax
@@ -28,7 +29,9 @@ BLOCKS = {
     "scale_by_trust_ratio": lambda: jstep.scale_by_trust_ratio(),
     "scale_by_rms": lambda: jstep.scale_by_rms(),
     "trace": lambda: jstep.scope(jstep.trace(0.9), "t"),
-    "stateless": lambda: jstep.stateless(lambda updates, params, step: jstep.map_gradients(lambda g: 2 * g, updates)),
+    "stateless": lambda: jstep.stateless(
+        lambda updates, params, step: jstep.map_gradients(lambda g: 2 * g, updates)
+    ),
 }
 
 WRAPPERS = {
@@ -42,7 +45,9 @@ WRAPPERS = {
     "average": lambda one: jstep.with_moving_average(one, jstep.ExponentialMovingAverage(0.5)),
     "lookahead": lambda one: jstep.lookahead(one, 1),
     "cautious": jstep.cautious,
-    "nested": lambda one: jstep.skip_nonfinite(jstep.lookahead(jstep.update_every(jstep.cautious(one), 1), 1)),
+    "nested": lambda one: jstep.skip_nonfinite(
+        jstep.lookahead(jstep.update_every(jstep.cautious(one), 1), 1)
+    ),
 }
 
 
@@ -51,13 +56,29 @@ def momentum():
 
 
 TABLE_BY_ROWS = (
-    *("gradient_descent", "momentum", "nesterov", "adagrad", "rmsprop", "rmsprop_centered", "ftrl", "ftrl_l1_l2"),
-    *("sgd", "sgd_nesterov", "sgd_dampening", "adadelta", "blocks_trace", "blocks_rms", "chain_by_value", "cautious"),
-    *("frozen", "scale_updates", "adaptive_clipping", "centralize_gradients", "normalize_gradients", "stateless"),
-)
+    *(
+        "gradient_descent", "momentum", "nesterov", "adagrad", "rmsprop", "rmsprop_centered",
+        "ftrl", "ftrl_l1_l2",
+    ),
+    *(
+        "sgd", "sgd_nesterov", "sgd_dampening", "adadelta", "blocks_trace", "blocks_rms",
+        "chain_by_value", "cautious",
+    ),
+    *(
+        "frozen",
+        "scale_updates",
+        "adaptive_clipping",
+        "centralize_gradients",
+        "normalize_gradients",
+        "stateless",
+    ),
+)  # fmt: skip
 
 BY_ROWS = {
-    **{f"block {name}": lambda make=make: jstep.chain(make(), momentum()) for name, make in BLOCKS.items()},
+    **{
+        f"block {name}": lambda make=make: jstep.chain(make(), momentum())
+        for name, make in BLOCKS.items()
+    },
     **{f"wrapper {name}": lambda wrap=wrap: wrap(momentum()) for name, wrap in WRAPPERS.items()},
     **{name: lambda name=name: TABLE[name].make(0.1) for name in TABLE_BY_ROWS},
 }
@@ -82,10 +103,13 @@ def params(dtype):
 def tables(state):
     """Return the table and its slots."""
     kept = {"params": state.params["table"]}
-    others = ("gradient_", "ExponentialMovingAverage")  # averages keep approaching a row that stays where it is
+    # Averages keep approaching a row that stays where it is.
+    others = ("gradient_", "ExponentialMovingAverage")
     slots = {name: slot for name, slot in state.slots.items() if isinstance(slot, dict)}
     kept |= {name: slot["table"] for name, slot in slots.items() if not name.startswith(others)}
-    return {name: np.asarray(leaf) for name, leaf in kept.items() if np.shape(leaf) == (ROWS, COLUMNS)}
+    return {
+        name: np.asarray(leaf) for name, leaf in kept.items() if np.shape(leaf) == (ROWS, COLUMNS)
+    }
 
 
 def run_sparse(optimizer, ids, *, compiled):
@@ -97,20 +121,36 @@ def run_sparse(optimizer, ids, *, compiled):
     states = [jstep.TrainState.create(params(jnp.float32), optimizer)]
     for n, named in enumerate(ids):
         rows, _ = gradients(n, named)
-        states.append(step(states[-1], jnp.asarray(rows), jnp.asarray(named, jnp.int32), jnp.full((2, COLUMNS), 0.1)))
+        states.append(
+            step(
+                states[-1],
+                jnp.asarray(rows),
+                jnp.asarray(named, jnp.int32),
+                jnp.full((2, COLUMNS), 0.1),
+            )
+        )
     return states
 
 
 def run_dense(make, ids, *, by_rows):
-    """Run with dense gradients in float64; with `by_rows`, what is not named is put back after each step."""
+    """Run with dense gradients in float64; with `by_rows`, what is not named is put back after each
+    step."""
     with jax.enable_x64(True):
         optimizer = make()
         state = jstep.TrainState.create(params(jnp.float64), optimizer)
-        step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer, scaled=True))
+        step = jax.jit(
+            lambda state, grads: jstep.apply_gradients(state, grads, optimizer, scaled=True)
+        )
         found = []
         for n, named in enumerate(ids):
             _, dense = gradients(n, named)
-            new = step(state, {"table": jnp.asarray(dense), "w": jnp.full((2, COLUMNS), np.float64(np.float32(0.1)))})
+            new = step(
+                state,
+                {
+                    "table": jnp.asarray(dense),
+                    "w": jnp.full((2, COLUMNS), np.float64(np.float32(0.1))),
+                },
+            )
             if by_rows:
                 mask = np.isin(np.arange(ROWS), named)[:, None]
 
@@ -136,11 +176,21 @@ def test_only_named_rows_change(name, compiled):
         assert old.keys() == new.keys() == expected.keys()
         for slot in new:
             assert new[slot][others].tobytes() == old[slot][others].tobytes(), (slot, named)
-            np.testing.assert_allclose(new[slot], expected[slot], rtol=2e-5, atol=1e-6, err_msg=f"{slot} {named}")
+            np.testing.assert_allclose(
+                new[slot], expected[slot], rtol=2e-5, atol=1e-6, err_msg=f"{slot} {named}"
+            )
 
 
-# Averages and decay outside of momentum, noise that depends on the dtype, and eigenbases that rounding turns.
-OTHERS = {"with_debiased_average", "average_of_some", "everything", "decay_weights", "decay_cautiously", "accumulating"}
+# Averages and decay outside of momentum, noise that depends on the dtype, and eigenbases that
+# rounding turns.
+OTHERS = {
+    "with_debiased_average",
+    "average_of_some",
+    "everything",
+    "decay_weights",
+    "decay_cautiously",
+    "accumulating",
+}
 OTHERS |= {"add_noise", "soap", "normuon", "normuonh"}
 
 

@@ -80,17 +80,38 @@ def test_accumulated_gradients_are_averaged():
     states = run(optimizer, grads)
     reference = run(jstep.momentum(0.1, 0.9), mean)
     for n, state in enumerate(states):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state.params, reference[n // 3].params)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+            state.params,
+            reference[n // 3].params,
+        )
         assert all(count == n % 3 for count in jax.tree.leaves(state.slots["gradient_count"]))
 
 
 def test_an_accumulated_nan_affects_one_update():
-    optimizer = jstep.skip_nonfinite(jstep.update_every(jstep.gradient_descent(0.5), 2, accumulate=True))
-    inside = jstep.update_every(jstep.skip_nonfinite(jstep.gradient_descent(0.5)), 2, accumulate=True)
+    optimizer = jstep.skip_nonfinite(
+        jstep.update_every(jstep.gradient_descent(0.5), 2, accumulate=True)
+    )
+    inside = jstep.update_every(
+        jstep.skip_nonfinite(jstep.gradient_descent(0.5)), 2, accumulate=True
+    )
     grads = [{"w": jnp.float32(g)} for g in (np.nan, 2.0, 4.0, 2.0)]
-    # The outer guard excludes the first gradient from the mean; the inner one skips the update with the mean.
-    assert [float(s.params["w"]) for s in run(optimizer, grads, {"w": 0.0})] == [0.0, 0.0, -1.0, -1.0, -2.5]
-    assert [float(s.params["w"]) for s in run(inside, grads, {"w": 0.0})] == [0.0, 0.0, 0.0, 0.0, -1.5]
+    # The outer guard excludes the first gradient from the mean; the inner one skips the update with
+    # the mean.
+    assert [float(s.params["w"]) for s in run(optimizer, grads, {"w": 0.0})] == [
+        0.0,
+        0.0,
+        -1.0,
+        -1.0,
+        -2.5,
+    ]
+    assert [float(s.params["w"]) for s in run(inside, grads, {"w": 0.0})] == [
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+        -1.5,
+    ]
 
 
 def test_a_leaf_without_a_gradient_keeps_its_sum():
@@ -106,7 +127,10 @@ def test_a_leaf_without_a_gradient_keeps_its_sum():
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_label_without_gradients_skips_the_step(accumulate):
     optimizer = jstep.partition(
-        {"x": jstep.update_every(jstep.adam(0.1), 2, accumulate=accumulate), "x/y": jstep.adam(0.1)},
+        {
+            "x": jstep.update_every(jstep.adam(0.1), 2, accumulate=accumulate),
+            "x/y": jstep.adam(0.1),
+        },
         lambda path, leaf: "x" if path == "a" else "x/y",
     )
     no_a = [gradients(n) | {"a": None} for n in range(2)]
@@ -129,11 +153,20 @@ def test_accumulated_rows_that_no_gradient_names_stay(compiled):
     step = jax.jit(step) if compiled else step
     state, seen = jstep.TrainState.create({"t": jnp.zeros((4, 1))}, optimizer), []
     for ids in ([0, 2], [2, 2], [], [], [3, 3], [0], [1, 1]):
-        state = step(state, jstep.IndexedSlices(jnp.ones((len(ids), 1)), jnp.array(ids, jnp.int32), (4, 1)))
+        state = step(
+            state, jstep.IndexedSlices(jnp.ones((len(ids), 1)), jnp.array(ids, jnp.int32), (4, 1))
+        )
         seen.append(state.params["t"].ravel().tolist())
     one = [-0.5, 0.0, -1.5, 0.0]  # means of two gradients; rows 0 and 2
-    assert seen == [[0.0] * 4, one, one, one, one, [-1.25, 0.0, -1.5, -1.0], [-1.25, 0.0, -1.5, -1.0]]
-    assert np.signbit(state.slots["gradient_sum"]["t"].ravel()).tolist() == [True, False, True, True]
+    assert seen == [
+        [0.0] * 4, one, one, one, one, [-1.25, 0.0, -1.5, -1.0], [-1.25, 0.0, -1.5, -1.0],
+    ]  # fmt: skip
+    assert np.signbit(state.slots["gradient_sum"]["t"].ravel()).tolist() == [
+        True,
+        False,
+        True,
+        True,
+    ]
     state = step(state, jnp.zeros((4, 1)))  # a dense gradient names all rows
     assert state.params["t"].ravel().tolist() == [-1.625, -1.0, -2.25, -1.5]
 
@@ -160,7 +193,9 @@ def test_low_precision_is_accumulated_in_float32():
     state = jstep.TrainState.create({"w": jnp.bfloat16(0.0)}, optimizer)
     grads = {"w": jnp.full(256, 1.0, jnp.bfloat16)}
     step = jax.jit(
-        lambda state: jax.lax.scan(lambda s, g: (jstep.apply_gradients(s, g, optimizer), None), state, grads)[0]
+        lambda state: jax.lax.scan(
+            lambda s, g: (jstep.apply_gradients(s, g, optimizer), None), state, grads
+        )[0]
     )
     assert state.slots["gradient_sum"]["w"].dtype == jnp.float32
     assert step(state).params["w"] == -1.0

@@ -17,7 +17,8 @@ from jstep.planning.cost import _parse_too_large, device_peak
 SIDE, ROWS, LAYERS = 64, 32, 3
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 PRODUCTS = 6 * ROWS * LAYERS * SIDE * SIDE
-"""FLOPs of a step: one matrix product per layer, and two for its gradients, except that of the batch."""
+"""FLOPs of a step: one matrix product per layer, and two for its gradients, except that of the
+batch."""
 
 
 def scanned(params, x):
@@ -60,7 +61,10 @@ def test_cost_from_shapes_does_not_run_the_step(single_device):
     assert (cost.params_bytes, cost.slots_bytes) == (weight_bytes, weight_bytes)
     assert cost.argument_bytes == pytest.approx(2 * weight_bytes + 4 * ROWS * SIDE, abs=64)
     assert cost.alias_bytes >= 2 * weight_bytes
-    assert cost.peak_bytes == cost.argument_bytes + cost.output_bytes - cost.alias_bytes + cost.temp_bytes
+    assert (
+        cost.peak_bytes
+        == cost.argument_bytes + cost.output_bytes - cost.alias_bytes + cost.temp_bytes
+    )
     assert cost.compile_seconds > 0
     concrete = state()
     concrete_cost = jstep.cost(STEP, concrete, BATCH)
@@ -70,7 +74,9 @@ def test_cost_from_shapes_does_not_run_the_step(single_device):
 
 def test_custom_step_with_a_loop_of_unknown_length():
     def step(state, x):
-        params = jax.lax.while_loop(lambda p: p["w"].sum() < x, lambda p: {"w": p["w"] + 1}, state.params)
+        params = jax.lax.while_loop(
+            lambda p: p["w"].sum() < x, lambda p: {"w": p["w"] + 1}, state.params
+        )
         return state.replace(params=params), {"loss": x}
 
     cost = jstep.cost(step, state(), jnp.float32(3))
@@ -147,7 +153,9 @@ def test_cost_on_a_mesh(single_device):
     assert cost.params_bytes == single_device.params_bytes
     assert cost.flops < 0.5 * single_device.flops
     split = jstep.shard_state(state(), mesh, PartitionSpec(None, None, "data"))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), split)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), split
+    )
     cost = jstep.cost(STEP, shapes, rows)
     assert cost.params_bytes * 8 == single_device.params_bytes
     assert cost.slots_bytes * 8 == single_device.slots_bytes
@@ -164,14 +172,16 @@ def test_host_slots_are_counted_separately(host_memory):
         return jstep.shard_state(state(), mesh, [("w", PartitionSpec(None, "data"))], **options)
 
     on_device, on_host = (
-        jstep.cost(STEP, create(**options), batch) for options in ({}, {"slots_memory": "pinned_host"})
+        jstep.cost(STEP, create(**options), batch)
+        for options in ({}, {"slots_memory": "pinned_host"})
     )
     slot = 4 * LAYERS * SIDE * SIDE // 8
     assert (on_device.host_bytes, on_device.slots_bytes) == (0, slot)
     assert (on_host.host_bytes, on_host.slots_bytes, on_host.params_bytes) == (slot, 0, slot)
     assert on_device.argument_bytes - on_host.argument_bytes == slot
     assert (
-        on_host.peak_bytes == on_host.argument_bytes + on_host.output_bytes - on_host.alias_bytes + on_host.temp_bytes
+        on_host.peak_bytes
+        == on_host.argument_bytes + on_host.output_bytes - on_host.alias_bytes + on_host.temp_bytes
     )
     assert "on the host" in str(on_host)
     assert "on the host" not in str(on_device)
@@ -184,20 +194,29 @@ def test_host_slots_are_counted_separately(host_memory):
 # Cost of a step that does not fit into memory; values that the compiler does not report are None.
 
 OPTIMIZER_OF_FAILURES = jstep.adam(0.01)
-STEP_OF_FAILURES = jstep.minimize(lambda params, x: jnp.sum((x @ params["w"]) ** 2), OPTIMIZER_OF_FAILURES)
+STEP_OF_FAILURES = jstep.minimize(
+    lambda params, x: jnp.sum((x @ params["w"]) ** 2), OPTIMIZER_OF_FAILURES
+)
 OLD = (
-    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (16.62G) exceeds "
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, "
+    "the total memory required for HLO temporaries (16.62G) exceeds "
     "available HBM (15.75G)."
 )
 NEW = (
-    "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required (512.5M) "
-    "exceeds available HBM (256.0M). HLO module: jit_f.\nSee https://openxla.org/xla/errors/error_1000 for more."
+    "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: "
+    "Ran out of memory on HBM, the total memory required (512.5M) "
+    "exceeds available HBM (256.0M). HLO module: jit_f.\nSee "
+    "https://openxla.org/xla/errors/error_1000 for more."
 )
 
 
 @pytest.mark.parametrize(
     ("text", "needed"),
-    [(OLD, (int(16.62 * 2**30), int(15.75 * 2**30))), (NEW, (int(512.5 * 2**20), 256 * 2**20)), ("INTERNAL: no", None)],
+    [
+        (OLD, (int(16.62 * 2**30), int(15.75 * 2**30))),
+        (NEW, (int(512.5 * 2**20), 256 * 2**20)),
+        ("INTERNAL: no", None),
+    ],
     ids=["old", "new", "other"],
 )
 def test_memory_is_parsed_from_the_error(text, needed):
@@ -224,7 +243,9 @@ class FailingStep:
 
 
 def example_inputs():
-    state = jax.eval_shape(lambda: jstep.TrainState.create({"w": jnp.zeros((16, 8))}, OPTIMIZER_OF_FAILURES))
+    state = jax.eval_shape(
+        lambda: jstep.TrainState.create({"w": jnp.zeros((16, 8))}, OPTIMIZER_OF_FAILURES)
+    )
     return state, jax.ShapeDtypeStruct((4, 16), jnp.float32)
 
 
@@ -237,7 +258,9 @@ def test_out_of_memory_returns_a_cost():
     assert cost.flops >= 2 * 2 * 4 * 16 * 8
     assert "16.6 GiB of 15.75 GiB: it does not fit" in str(cost)
     assert "None" not in str(cost)
-    unknown = [field.name for field in dataclasses.fields(cost) if getattr(cost, field.name) is None]
+    unknown = [
+        field.name for field in dataclasses.fields(cost) if getattr(cost, field.name) is None
+    ]
     assert set(unknown) >= {"bytes_accessed", "temp_bytes", "output_bytes", "alias_bytes"}
 
 
@@ -265,7 +288,10 @@ def test_warning_about_a_possible_reason(spec, warns, is_constrained):
     cost = jstep.cost(FailingStep(jstep.minimize(loss, OPTIMIZER_OF_FAILURES), OLD), state, tokens)
     assert bool(cost.warnings) == (warns and not is_constrained)
     if cost.warnings:
-        assert 'with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P("data")))' in cost.warnings[0]
+        assert (
+            'with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P("data")))'
+            in cost.warnings[0]
+        )
         assert "warning: parameters are split" in str(cost)
 
 
@@ -285,7 +311,9 @@ def regression(params, x, y):
 
 def on_rows(params, x, y):
     """The constraint that the warning suggests."""
-    return regression(params, jax.lax.with_sharding_constraint(x, jax.NamedSharding(MESH, jax.P("data"))), y)
+    return regression(
+        params, jax.lax.with_sharding_constraint(x, jax.NamedSharding(MESH, jax.P("data"))), y
+    )
 
 
 STEP_OF_WARNINGS = jstep.minimize(regression, OPTIMIZER_OF_WARNINGS)
@@ -302,7 +330,9 @@ def test_a_state_and_a_batch_on_two_meshes_are_jaxs_error_with_a_remedy():
     batch = jax.device_put([np.ones((64, 64), np.float32)] * 2, jax.devices()[-1])
     with pytest.raises(ValueError, match="incompatible devices") as caught:
         jstep.cost(
-            STEP_OF_WARNINGS, state_of_warnings(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])), *batch
+            STEP_OF_WARNINGS,
+            state_of_warnings(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])),
+            *batch,
         )
     assert "Put" in "".join(caught.value.__notes__)
 
@@ -312,7 +342,8 @@ def test_is_annotated_finds_constraints_of_the_loss():
         step = jstep.minimize(loss, OPTIMIZER_OF_WARNINGS, num_microbatches=2)
         return step.trace(state_of_warnings(), *PAIRS).jaxpr
 
-    assert not is_annotated(traced(regression))  # the constraint for microbatches is not one of the loss
+    # The constraint for microbatches is not one of the loss.
+    assert not is_annotated(traced(regression))
     assert is_annotated(traced(on_rows))
 
 
@@ -324,9 +355,15 @@ def test_undonated_state_warns():
         jstep.minimize(regression, OPTIMIZER_OF_WARNINGS, donate=False), state_of_warnings(), *PAIRS
     ).warnings
     total = 3 * 4 * (64 * 32 + 32 + 32 * 64) + 8
-    assert found.startswith(f"{total / 1024:.3g} KiB of the state is not donated, so that the old and the new state")
+    assert found.startswith(
+        f"{total / 1024:.3g} KiB of the state is not donated, so that the old and the new state"
+    )
     assert "jax.jit(step, donate_argnums=0)" in found
-    for step in (STEP_OF_WARNINGS, jax.jit(STEP_OF_WARNINGS.__wrapped__, donate_argnums=0), only_metrics):
+    for step in (
+        STEP_OF_WARNINGS,
+        jax.jit(STEP_OF_WARNINGS.__wrapped__, donate_argnums=0),
+        only_metrics,
+    ):
         assert jstep.cost(step, state_of_warnings(), *PAIRS).warnings == ()
 
 
@@ -336,23 +373,44 @@ def test_batch_outside_the_mesh_warns():
     x, y = np.ones((64, 64), np.float32), jnp.ones((64, 64))
     for batch in ((x, y), jax.eval_shape(lambda: (x, y))):
         (found,) = jstep.cost(STEP_OF_WARNINGS, state_of_warnings(), *batch).warnings
-        assert found.startswith("the batch is not on the mesh of the state, so each of its 8 devices gets all of it")
+        assert found.startswith(
+            "the batch is not on the mesh of the state, so each of its 8 devices gets all of it"
+        )
         assert "jstep.cost(train_step, state, jstep.shard_batch(batch, mesh))" in found
-    for arguments in ((state_of_warnings(), *jstep.shard_batch((x, y), MESH)), (state_of_warnings(), x, PAIRS[1])):
+    for arguments in (
+        (state_of_warnings(), *jstep.shard_batch((x, y), MESH)),
+        (state_of_warnings(), x, PAIRS[1]),
+    ):
         assert jstep.cost(STEP_OF_WARNINGS, *arguments).warnings == ()
-    assert jstep.cost(STEP_OF_WARNINGS, state_of_warnings(jax.make_mesh((1,), ("data",))), x, y).warnings == ()
+    assert (
+        jstep.cost(
+            STEP_OF_WARNINGS, state_of_warnings(jax.make_mesh((1,), ("data",))), x, y
+        ).warnings
+        == ()
+    )
 
 
 def test_a_block_between_devices_warns():
     mesh = jax.make_mesh((8,), ("data",))
-    for block, spec, warns in ((128, jax.P(None, "data"), 1), (32, jax.P(None, "data"), 0), (128, jax.P("data"), 0)):
+    for block, spec, warns in (
+        (128, jax.P(None, "data"), 1),
+        (32, jax.P(None, "data"), 0),
+        (128, jax.P("data"), 0),
+    ):
         optimizer = jstep.compact(jstep.adam(), block=block)
         params = {"w": jnp.ones((128, 256)), "small": jnp.ones(4)}
-        state = jstep.TrainState.create(params, optimizer, mesh=mesh, param_specs={"w": spec, "small": jax.P()})
+        state = jstep.TrainState.create(
+            params, optimizer, mesh=mesh, param_specs={"w": spec, "small": jax.P()}
+        )
         step = jstep.minimize(lambda params, x: jnp.mean((x @ params["w"]) ** 2), optimizer)
-        found = jstep.cost(step, state, jstep.shard_batch(np.ones((8, 128), np.float32), mesh)).warnings
+        found = jstep.cost(
+            step, state, jstep.shard_batch(np.ones((8, 128), np.float32), mesh)
+        ).warnings
         assert len(found) == warns
-        assert all(line.startswith("blocks of slots are split between devices (m/w and 1 more)") for line in found)
+        assert all(
+            line.startswith("blocks of slots are split between devices (m/w and 1 more)")
+            for line in found
+        )
 
 
 # Peak device memory, from the compiler's memory analysis.
@@ -363,7 +421,9 @@ MB = 10**6
 def report(device, host=(0, 0, 0, 0), **others):
     names = ("argument", "output", "alias", "temp")
     sizes = {f"{name}_size_in_bytes": int(n * MB) for name, n in zip(names, device, strict=True)}
-    sizes |= {f"host_{name}_size_in_bytes": int(n * MB) for name, n in zip(names, host, strict=True)}
+    sizes |= {
+        f"host_{name}_size_in_bytes": int(n * MB) for name, n in zip(names, host, strict=True)
+    }
     return SimpleNamespace(**sizes, **{name: int(n * MB) for name, n in others.items()})
 
 
@@ -371,18 +431,36 @@ def report(device, host=(0, 0, 0, 0), **others):
 REPORTS = {
     "large": (report((403.18, 402.65, 402.65, 134.41), peak_memory_in_bytes=537.40), 537.40),
     "small, mostly in VMEM": (report((50.86, 50.33, 50.33, 0), peak_memory_in_bytes=122.69), 50.86),
-    "temporaries counted twice": (report((163.62, 163.6, 163.6, 731.49), peak_memory_in_bytes=667.8), 667.8),
+    "temporaries counted twice": (
+        report((163.62, 163.6, 163.6, 731.49), peak_memory_in_bytes=667.8),
+        667.8,
+    ),
     "slots on the host": (
-        report((134.74, 134.22, 134.22, 268.95), (268.44, 268.44, 268.44, 0), peak_memory_in_bytes=604.51),
+        report(
+            (134.74, 134.22, 134.22, 268.95),
+            (268.44, 268.44, 268.44, 0),
+            peak_memory_in_bytes=604.51,
+        ),
         336.07,
     ),
-    "only written to the host": (report((3000, 3000, 3000, 3000), (0, 3000, 0, 0), peak_memory_in_bytes=9000), 6000),
+    "only written to the host": (
+        report((3000, 3000, 3000, 3000), (0, 3000, 0, 0), peak_memory_in_bytes=9000),
+        6000,
+    ),
     "temporaries on the host": (
-        report((134.74, 134.22, 134.22, 472.25), (268.44, 268.44, 268.44, 268.44), peak_memory_in_bytes=738.74),
+        report(
+            (134.74, 134.22, 134.22, 472.25),
+            (268.44, 268.44, 268.44, 268.44),
+            peak_memory_in_bytes=738.74,
+        ),
         470.3,
     ),
     "allocation reported": (
-        report((163.62, 163.6, 163.6, 731.49), peak_memory_in_bytes=667.8, total_allocation_bytes=680.99),
+        report(
+            (163.62, 163.6, 163.6, 731.49),
+            peak_memory_in_bytes=667.8,
+            total_allocation_bytes=680.99,
+        ),
         680.99,
     ),
     "no peak reported": (report((10, 10, 4, 3)), 19),
@@ -395,7 +473,9 @@ def test_peak_from_compiler_reports(name):
     assert device_peak(memory) == pytest.approx(want * MB, abs=MB / 10)
 
 
-@pytest.mark.parametrize("memory", [None, SimpleNamespace(), SimpleNamespace(argument_size_in_bytes=1)])
+@pytest.mark.parametrize(
+    "memory", [None, SimpleNamespace(), SimpleNamespace(argument_size_in_bytes=1)]
+)
 def test_unknown_peak(memory):
     assert device_peak(memory) is None
 

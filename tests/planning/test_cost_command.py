@@ -1,4 +1,5 @@
-"""`cost` of a file or a module, as a table or JSON; errors are printed to stderr, with exit code 2."""
+"""`cost` of a file or a module, as a table or JSON; errors are printed to stderr, with exit code
+2."""
 
 import json
 import sys
@@ -25,7 +26,7 @@ PROGRAM = """
         return 3
 
     constant = 5
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -86,7 +87,10 @@ def test_a_file_that_cannot_be_imported_by_its_name(program, cli, name):
 
 def test_a_bad_topology_fails_before_the_program_runs(tmp_path, cli):
     (tmp_path / "never.py").write_text("raise SystemExit('it ran')\n")
-    assert "--topology='v5e:32x32'" in cli("cost", f"{tmp_path}/never.py:make", "--topology", "v5e:32x32", code=2).err
+    assert (
+        "--topology='v5e:32x32'"
+        in cli("cost", f"{tmp_path}/never.py:make", "--topology", "v5e:32x32", code=2).err
+    )
 
 
 @pytest.mark.parametrize(("name", "extra"), [("v5e:2x2", "tpu"), ("h100:8", "aot-cuda")])

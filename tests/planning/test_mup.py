@@ -66,7 +66,8 @@ def test_table_3(optimizer, init):
 def test_equal_trees_change_nothing(optimizer, init):
     for delta in (None, shapes(16), shapes(8)):
         factors = jstep.mup(shapes(8), shapes(8), delta=delta, optimizer=optimizer, init=init)
-        assert {*factors.rates.values(), *factors.decays.values(), *factors.initials.values()} == {1.0}
+        found = {*factors.rates.values(), *factors.decays.values(), *factors.initials.values()}
+        assert found == {1.0}
         params = {"a": jnp.arange(3.0)}
         unchanged = jstep.mup(params, params).initial(params)
         assert jstep.fingerprint(unchanged).tolist() == jstep.fingerprint(params).tolist()
@@ -94,7 +95,9 @@ def test_axes():
     assert dict(factors.rates) == {"b": 1, "conv": 0.5, "out": 0.5, "stack": 1}
     with pytest.raises(ValueError, match=r"axes: axis 0 of the leaf at 'out' grows from 2 to 4"):
         jstep.mup({"out": small["out"]}, {"out": wide["out"]})
-    by_row = jstep.mup({"w": jnp.zeros((4, 2))}, {"w": jnp.zeros((8, 2))}, axes=lambda path, leaf: (0, None))
+    by_row = jstep.mup(
+        {"w": jnp.zeros((4, 2))}, {"w": jnp.zeros((8, 2))}, axes=lambda path, leaf: (0, None)
+    )
     assert by_row.widths["w"].kind == "output"
 
 
@@ -104,9 +107,15 @@ def test_delta_determines_which_axes_are_widths():
     assert jstep.mup(f(8, 8), f(8, 32), delta=f(8, 16)).widths["w"].kind == "input"
     factors = jstep.mup(f(8, 8), f(16, 32), delta=f(12, 16))
     assert (factors.widths["w"].r_in, factors.widths["w"].r_out) == (2, 4)
-    with pytest.raises(ValueError, match=r"delta: axis 0 of the leaf at 'w' is 8 in base and delta"):
+    with pytest.raises(
+        ValueError,
+        match=r"delta: axis 0 of the leaf at 'w' is 8 in base and delta",
+    ):
         jstep.mup(f(8, 8), f(16, 32), delta=f(8, 16))
-    with pytest.raises(ValueError, match=r"delta: must have the leaves of target, but lacks \['w'\] and has \['v'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"delta: must have the leaves of target, but lacks \['w'\] and has \['v'\]",
+    ):
         jstep.mup(f(8, 8), f(16, 32), delta={"v": jnp.zeros((8, 16))})
     with pytest.raises(ValueError, match=r"delta: the leaf at 'w' has shape \(8,\), in target"):
         jstep.mup(f(8, 8), f(16, 32), delta=f(8))
@@ -139,7 +148,8 @@ def step_with(optimizer, params):
 
 
 def test_rates_and_decays_in_a_chain():
-    """lr·wd is that of the base while the rate is scaled; paths share prefixes or contain glob characters."""
+    """lr·wd is that of the base while the rate is scaled; paths share prefixes or contain glob
+    characters."""
     names = ["w", "ww", "w*", "w[x]"]
     small = {name: jnp.ones((2 + i, 2)) for i, name in enumerate(names)}
     wide = {name: jnp.ones(((2 + i) * (i + 2), 2)) for i, name in enumerate(names)}
@@ -151,11 +161,16 @@ def test_rates_and_decays_in_a_chain():
     )
     found = step_with(optimizer, wide)
     for i, name in enumerate(names):
-        np.testing.assert_allclose(found[name], 1 - 0.01 / (i + 2) - 0.01 * 0.1, rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], 1 - 0.01 / (i + 2) - 0.01 * 0.1, rtol=1e-6, err_msg=name
+        )
 
 
 def test_factors_inside_a_partition():
-    factors = jstep.mup({"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}, {"a": jnp.ones((4, 2)), "b": jnp.ones((8, 2))})
+    factors = jstep.mup(
+        {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))},
+        {"a": jnp.ones((4, 2)), "b": jnp.ones((8, 2))},
+    )
     scaled = jstep.chain(jstep.gradient_descent(1.0), jstep.scale_updates(factors.rates))
     optimizer = jstep.partition({"a": scaled, "b": scaled}, lambda path, leaf: path)
     found = step_with(optimizer, {"a": jnp.ones((4, 2)), "b": jnp.ones((8, 2))})
@@ -174,7 +189,11 @@ def known_model(width):
 
 def test_sizes_changes_and_growth():
     def activations(params, x):
-        return {"linear": params["w"] * x, "same": x, "root": jnp.sqrt(jnp.abs(params["w"] - 2.0)) * x[None]}
+        return {
+            "linear": params["w"] * x,
+            "same": x,
+            "root": jnp.sqrt(jnp.abs(params["w"] - 2.0)) * x[None],
+        }
 
     check = jstep.coord_check(known_model, (4, 8, 16), activations, steps=2)
     assert check.sizes["linear"] == {4: 2.0, 8: 2.0, 16: 2.0}
@@ -187,7 +206,8 @@ def test_sizes_changes_and_growth():
     assert lines[2].split() == ["activation", "4", "8", "16", "growth"]
     assert any(line.split() == ["linear", "size", "2", "2", "2"] for line in lines)
     assert any(line.split() == ["change", "4", "8", "16", "1.00"] for line in lines)
-    assert jstep.coord_check(known_model, iter([4, 8]), activations).changes["linear"][8] == 20.0  # five steps
+    # `coord_check` takes five steps.
+    assert jstep.coord_check(known_model, iter([4, 8]), activations).changes["linear"][8] == 20.0
 
 
 def test_params_returned_as_activations_survive_donation():

@@ -1,4 +1,5 @@
-"""Steps placed on a topology, whose devices are CPUs here: meshes, shapes, the table of `cost`, its compilers."""
+"""Steps placed on a topology, whose devices are CPUs here: meshes, shapes, the table of `cost`, its
+compilers."""
 
 import os
 import re
@@ -29,7 +30,9 @@ class Slice:
 def on_cpus(monkeypatch):
     """Topologies are made of the CPU devices; the names that were asked for."""
     asked = []
-    monkeypatch.setattr(topologies, "compile_only_devices", lambda name: asked.append(name) or jax.devices())
+    monkeypatch.setattr(
+        topologies, "compile_only_devices", lambda name: asked.append(name) or jax.devices()
+    )
     return asked
 
 
@@ -55,17 +58,22 @@ def test_the_mesh_of_a_slice_is_that_of_make_mesh(on_cpus):
     ],
 )
 def test_the_first_axis_that_they_divide_spans_the_slices(monkeypatch, axes, expected):
-    """The devices of a slice stay together along all other axes, in whatever order the slices are listed."""
+    """The devices of a slice stay together along all other axes, in whatever order the slices are
+    listed."""
     found = [Slice(number, number // 4) for number in (4, 5, 6, 7, 0, 1, 2, 3)]
     monkeypatch.setattr(topologies, "compile_only_devices", lambda name: found)
-    monkeypatch.setattr(topologies, "Mesh", lambda devices, names, axis_types: (devices, names, axis_types))
+    monkeypatch.setattr(
+        topologies, "Mesh", lambda devices, names, axis_types: (devices, names, axis_types)
+    )
     devices, names, _ = jstep.topology("v5e:2x2*2", axes)
     assert np.vectorize(lambda one: one.number)(devices).tolist() == expected
     assert names == tuple(axes)
 
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
-STEP = jstep.minimize(lambda params, x: jnp.sum((x["rows"] @ params["w"]) ** 2) * x["factor"], OPTIMIZER)
+STEP = jstep.minimize(
+    lambda params, x: jnp.sum((x["rows"] @ params["w"]) ** 2) * x["factor"], OPTIMIZER
+)
 
 
 def state():
@@ -86,11 +94,18 @@ def test_state_and_batch_are_placed_for_data_parallel_training(on_cpus):
     }
     batches = {"rows": np.ones((3, 16, 4)), "n": np.ones(3)}
     _, (shapes,) = topologies.place("v5e:2x4", jstep.scan_steps(STEP), state(), (batches,))
-    assert (shapes["rows"].sharding.spec, shapes["n"].sharding.spec) == (PartitionSpec(None, "data"), PartitionSpec())
+    assert (shapes["rows"].sharding.spec, shapes["n"].sharding.spec) == (
+        PartitionSpec(None, "data"),
+        PartitionSpec(),
+    )
     with pytest.raises(ValueError) as error:
         topologies.place("v5e:2x4", STEP, state(), ({"rows": np.ones((12, 4))},))
-    assert str(error.value) == ("topology='v5e:2x4': the batch's leaf '0/rows' must have a multiple of 8 rows, got 12")
-    with pytest.raises(ValueError, match="topology='v5e:2x4': state and batch are on a mesh already"):
+    assert str(error.value) == (
+        "topology='v5e:2x4': the batch's leaf '0/rows' must have a multiple of 8 rows, got 12"
+    )
+    with pytest.raises(
+        ValueError, match="topology='v5e:2x4': state and batch are on a mesh already"
+    ):
         topologies.place("v5e:2x4", STEP, placed, (batch,))
 
 
@@ -98,13 +113,21 @@ def test_the_table_of_a_topology_names_it(on_cpus, monkeypatch):
     monkeypatch.setattr(topologies, "topology_name", lambda device: parse_topology("v5e:2x4"))
     batch = {"rows": jax.ShapeDtypeStruct((16, 4), jnp.float32), "factor": jnp.float32(2)}
     cost = jstep.cost(STEP, state(), batch, topology="v5e:2x4")
-    assert (cost.topology, cost.devices, cost.params_bytes, cost.slots_bytes) == ("v5e:2x4", 8, 64, 64)
+    assert (cost.topology, cost.devices, cost.params_bytes, cost.slots_bytes) == (
+        "v5e:2x4",
+        8,
+        64,
+        64,
+    )
     title, *rows = str(cost).splitlines()
     assert title == "a step on each of 8 devices, v5e:2x4 (compiled, not run)"
     assert [re.split(r" {2,}", row)[1] for row in rows] == [
-        *("operations", "memory traffic", "parameters", "slots", "arguments", "results", "temporaries", "at its peak"),
+        *(
+            "operations", "memory traffic", "parameters", "slots", "arguments", "results",
+            "temporaries", "at its peak",
+        ),
         "compiled in",
-    ]
+    ]  # fmt: skip
 
 
 def test_arrays_elsewhere_are_shapes_for_devices_that_only_compile(monkeypatch):
@@ -114,10 +137,16 @@ def test_arrays_elsewhere_are_shapes_for_devices_that_only_compile(monkeypatch):
     monkeypatch.setattr(topologies, "compiles_only", lambda mesh: True)
     same, (shape, number) = topologies.shapes_if_elsewhere(placed, (x, 3))
     assert same.params["w"] is placed.params["w"]
-    assert (type(shape), shape.shape, str(shape.dtype), number) == (jax.ShapeDtypeStruct, (4,), "float32", 3)
+    assert (type(shape), shape.shape, str(shape.dtype), number) == (
+        jax.ShapeDtypeStruct,
+        (4,),
+        "float32",
+        3,
+    )
 
 
-# Validation of topology names before a compiler is called: libtpu aborts the process for some sizes.
+# Validation of topology names before a compiler is called: libtpu aborts the process for some
+# sizes.
 
 
 @pytest.mark.parametrize(
@@ -148,11 +177,16 @@ def test_equal_topologies_have_equal_names():
     ("name", "axes", "words"),
     [
         ("v5e:2x4", {"data": 4}, "must multiply to 8, the devices of v5e:2x4"),
-        ("v3:2x4", {"data": 8}, "must multiply to 16, the devices of v3:2x4"),  # two devices per chip
+        # A chip has two devices.
+        ("v3:2x4", {"data": 8}, "must multiply to 16, the devices of v3:2x4"),
         ("tpu7x:2x2x1", {"data": 4}, "must multiply to 8, the devices of tpu7x:2x2x1"),
         ("v4:2x2x1*3", {"data": 4}, r"12, the devices of v4:2x2x1\*3"),
         ("v5e:4x4*6", {"data": 4, "model": 24}, None),
-        ("v5e:4x4*6", {"data": 32, "model": 3}, "one axis must be a multiple of the 6 slices of v5e:4x4"),
+        (
+            "v5e:4x4*6",
+            {"data": 32, "model": 3},
+            "one axis must be a multiple of the 6 slices of v5e:4x4",
+        ),
         ("h100:4x8", {"data": 8}, "must multiply to 32, the devices of h100:4x8"),
         ("b200:8", {"data": 3}, "must multiply to 8, the devices of b200:8"),
     ],
@@ -167,17 +201,25 @@ def test_axes_are_checked_before_a_compiler_is_looked_for(monkeypatch, name, axe
 
 
 def test_missing_packages_are_reported_before_anything_is_loaded(monkeypatch, tmp_path):
-    """A plugin without NVIDIA's compiler is not loaded either, and no variable of the environment is set."""
+    """A plugin without NVIDIA's compiler is not loaded either, and no variable of the environment
+    is set."""
     (tmp_path / "jax_plugins" / "xla_cuda13").mkdir(parents=True)
-    (tmp_path / "jax_plugins" / "xla_cuda13" / "__init__.py").write_text("raise AssertionError('loaded')")
+    (tmp_path / "jax_plugins" / "xla_cuda13" / "__init__.py").write_text(
+        "raise AssertionError('loaded')"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     for variable in ("CUDA_HOME", "CUDA_PATH", "TPU_LIBRARY_PATH"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr("jstep.planning.topologies._has_cuda_compiler", lambda: False)
     monkeypatch.setitem(sys.modules, "libtpu", None)
-    monkeypatch.setattr("jstep.planning.topologies.topologies.get_topology_desc", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(
+        "jstep.planning.topologies.topologies.get_topology_desc", lambda *_, **__: 1 / 0
+    )
     before = dict(os.environ)
-    with pytest.raises(ImportError, match=r"h100:8: NVIDIA's compiler .*run: pip install 'jstep\[aot-cuda\]'"):
+    with pytest.raises(
+        ImportError,
+        match=r"h100:8: NVIDIA's compiler .*run: pip install 'jstep\[aot-cuda\]'",
+    ):
         jstep.topology("h100:8", {"data": 8})
     with pytest.raises(ImportError, match=r"v5e:2x4: libtpu .*run: pip install 'jstep\[tpu\]'"):
         jstep.topology("v5e:2x4", {"data": 8})
@@ -197,7 +239,10 @@ def fake_cuda(root):
 )
 @pytest.mark.parametrize(
     ("name", "words", "extra"),
-    [("h100:8", r"the CUDA plugin of JAX \(jax_plugins.xla_cuda13\)", "aot-cuda"), ("v5e:2x2", "libtpu", "tpu")],
+    [
+        ("h100:8", r"the CUDA plugin of JAX \(jax_plugins.xla_cuda13\)", "aot-cuda"),
+        ("v5e:2x2", "libtpu", "tpu"),
+    ],
 )
 def test_compiler_that_does_not_load(monkeypatch, tmp_path, name, words, extra, error):
     fake_cuda(tmp_path)
@@ -207,7 +252,10 @@ def test_compiler_that_does_not_load(monkeypatch, tmp_path, name, words, extra, 
     monkeypatch.setattr("jstep.planning.topologies.topologies.get_topology_desc", raising(error))
     monkeypatch.setattr("jstep.planning.topologies.prepare", lambda: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    found = rf"{name}: {words} is installed, but does not work \({type(error).__name__}: {error}.*'jstep\[{extra}\]'"
+    found = (
+        rf"{name}: {words} is installed, but does not work \({type(error).__name__}: "
+        rf"{error}.*'jstep\[{extra}\]'"
+    )
     with pytest.raises(ImportError, match=found) as raised:
         jstep.topology(name)
     assert raised.value.__cause__ is error

@@ -70,7 +70,8 @@ def test_steps_at_which_hooks_are_due(tmp_path):
     assert due[hooks[5]] == range(251, 1001)
     assert hooks[6] not in due
     assert due[hooks[7]] == (256, 512)
-    assert due[hooks[8]] == range(260, 1001, 20)  # it is called after every step, but reads losses only at these
+    # It is called after every step, but reads losses only at these.
+    assert due[hooks[8]] == range(260, 1001, 20)
     assert due[hooks[9]] == range(280, 281)
 
 
@@ -93,7 +94,9 @@ def test_stages_batch_sizes_and_rows():
     optimizer = jstep.adam(RATE)
     web, code = np.arange(1000), np.arange(100)
     weights = {0: {"web": 3, "code": 1}, 500: {"web": 1, "code": 1}}
-    data = jstep.mixture({"web": web, "code": code}, batch_size={0: 4, 200: 8}, weights=weights).skip(100, 110)
+    data = jstep.mixture(
+        {"web": web, "code": code}, batch_size={0: 4, 200: 8}, weights=weights
+    ).skip(100, 110)
     plan = jstep.plan(optimizer, 1000, train_step=steps_of_stages(optimizer), batches=data)
     assert plan.stages == {0: "short_loss", 600: "long_loss"}
     assert plan.batch_size == {0: 4, 190: 8}

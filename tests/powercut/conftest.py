@@ -28,7 +28,12 @@ def record(recorder, tmp_path_factory):
     def recorded(name):
         above = Path(os.path.realpath(tmp_path_factory.mktemp("recorded")))
         (above / "disk").mkdir()
-        file_calls.python("import sys, cut_runs; cut_runs.main(*sys.argv[1:])", name, above / "disk", above / "log")
+        file_calls.python(
+            "import sys, cut_runs; cut_runs.main(*sys.argv[1:])",
+            name,
+            above / "disk",
+            above / "log",
+        )
         return complete(above / "log", above / "disk")
 
     return recorded

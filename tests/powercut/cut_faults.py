@@ -1,4 +1,5 @@
-"""File calls that fail while jstep saves: what it reports, and what is left. Run by recorded programs."""
+"""File calls that fail while jstep saves: what it reports, and what is left. Run by recorded
+programs."""
 
 import contextlib
 import dataclasses
@@ -20,7 +21,10 @@ from file_calls import CHANGES, Kind, failing, recording
 import jstep
 from jstep.array_store.manifest import CheckpointError
 
-_NEW = {Kind.CREATE, Kind.WRITE, Kind.TRUNCATE, Kind.SYNC, Kind.MKDIR, Kind.RENAME, Kind.LINK, Kind.CLOSE}
+_NEW = {
+    Kind.CREATE, Kind.WRITE, Kind.TRUNCATE, Kind.SYNC, Kind.MKDIR, Kind.RENAME, Kind.LINK,
+    Kind.CLOSE,
+}  # fmt: skip
 _FAILS = {
     errno.ENOSPC: _NEW,
     errno.EDQUOT: _NEW,
@@ -36,7 +40,8 @@ _DELETED, _TEMPORARY = (".jstep-deleted", ".jstep-replaced"), ".orbax-checkpoint
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A call that failed, once or from then on, the outcome of the save, and what was wrong afterwards."""
+    """A call that failed, once or from then on, the outcome of the save, and what was wrong
+    afterwards."""
 
     number: int
     lasts: bool
@@ -52,16 +57,22 @@ class Fault:
 
     def __str__(self):
         lasts = ", lasting" if self.lasts else ""
-        return f"{errno.errorcode[self.number]}{lasts} at {self.call}: {self.outcome}: {'; '.join(self.defects)}"
+        return (
+            f"{errno.errorcode[self.number]}{lasts} at {self.call}: {self.outcome}: "
+            f"{'; '.join(self.defects)}"
+        )
 
 
 def faults_of(name, folder, errors=ERRORS, stride=1):
-    """Let each call of a program fail, one a trial; for each error once, and lasting until the program has ended."""
+    """Let each call of a program fail, one a trial; for each error once, and lasting until the
+    program has ended."""
     trial = TRIALS[name]
     for number in errors:
         for lasts in (False, True):
             at = 1
-            while (fault := _tried(trial, folder, _Failing(at, number, _FAILS[number], lasts=lasts))) is not None:
+            while (
+                fault := _tried(trial, folder, _Failing(at, number, _FAILS[number], lasts=lasts))
+            ) is not None:
                 yield fault
                 at += stride
 
@@ -120,7 +131,9 @@ def _tried(trial, folder, fails):
         made = _Trial(place, fails)
         trial(made)
     kind, _, path = made.call.partition(" ")
-    is_flush = kind == "SYNC" or (kind == "OPEN" and (os.path.isdir(path) or path.endswith(_TEMPORARY)))
+    is_flush = kind == "SYNC" or (
+        kind == "OPEN" and (os.path.isdir(path) or path.endswith(_TEMPORARY))
+    )
     shutil.rmtree(place)
     if not made.call:
         return None
@@ -129,7 +142,13 @@ def _tried(trial, folder, fails):
         made.defects.append("an error of a flush is not reported")
     if any("None" in text for text in (made.said, *made.logged)):
         made.defects.append(f"a message names None: {made.said or made.logged}")
-    return Fault(fails.number, fails.lasts, f"{kind} {os.path.relpath(path, place)}", outcome, tuple(made.defects))
+    return Fault(
+        fails.number,
+        fails.lasts,
+        f"{kind} {os.path.relpath(path, place)}",
+        outcome,
+        tuple(made.defects),
+    )
 
 
 _BASE = Saves((1, 2), {"max_to_keep": 2})
@@ -150,16 +169,25 @@ def _saver(trial):
         for step in found:
             with trial.works(f"step {step}"):
                 expected = saved_state(step, {1: 0, 2: 1, 3: 3}[step])
-                trial.check(bits(reader.restore(template, step)) == bits(expected), f"step {step} has wrong bits")
+                trial.check(
+                    bits(reader.restore(template, step)) == bits(expected),
+                    f"step {step} has wrong bits",
+                )
     with trial.works("the next save"):
         saver.save(saved_state(4, 4))
         saver.wait()
-        trial.check(bits(saver.restore(template)) == bits(saved_state(4, 4)), "step 4 has wrong bits")
+        trial.check(
+            bits(saver.restore(template)) == bits(saved_state(4, 4)), "step 4 has wrong bits"
+        )
     with trial.works("close"):
         saver.close()
     with trial.works("the next Saver"), jstep.Saver(saver.directory, **_BASE.options) as other:
         other.claim()
-        left = [name for name in os.listdir(saver.directory) if name not in (f"model-{s}" for s in other.all_steps())]
+        left = [
+            name
+            for name in os.listdir(saver.directory)
+            if name not in (f"model-{s}" for s in other.all_steps())
+        ]
         trial.check(not [name for name in left if name.startswith("model")], f"left behind: {left}")
 
 
@@ -176,7 +204,9 @@ def _weights(trial):
         trial.check(found in expected, "wrong weights")
     with trial.works("the next save"):
         jstep.save_weights(path, cut_runs.weights(2))
-        trial.check(bits(jstep.load_weights(folder, template)) == bits(cut_runs.weights(2)), "wrong weights")
+        trial.check(
+            bits(jstep.load_weights(folder, template)) == bits(cut_runs.weights(2)), "wrong weights"
+        )
         # Files that could not be removed are left to the next process.
         left = set(os.listdir(folder)) - {"model.safetensors"}
         trial.check(not left or not trial.could_remove, f"left behind: {left}")
@@ -191,7 +221,9 @@ TRIALS = {"saver": _saver, "weights": _weights}
 
 def main(name, numbers, stride):
     """Print the faults of a program, one JSON object a line."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    ) as folder:
         place = os.path.realpath(folder)
         for fault in faults_of(name, place, json.loads(numbers), int(stride)):
             print(json.dumps(dataclasses.asdict(fault)))

@@ -1,6 +1,8 @@
-"""The programs that power cuts interrupt: saves, a training run with everything on, a resumed one, and weights.
+"""The programs that power cuts interrupt: saves, a training run with everything on, a resumed one,
+and weights.
 
-A recorded program runs `main`; the tests call the same functions for what each state has to restore to.
+A recorded program runs `main`; the tests call the same functions for what each state has to restore
+to.
 """
 
 import functools
@@ -19,7 +21,8 @@ from file_calls import mark
 import jstep
 
 ACKNOWLEDGED = "acknowledged "
-"""Begin of the mark of a save after `wait` returned: the number of the save, or the step of a run."""
+"""Begin of the mark of a save after `wait` returned: the number of the save, or the step of a
+run."""
 
 
 def bits(tree):
@@ -84,7 +87,9 @@ def _task():
     """Return the problem; the programs that only save do not need it."""
 
     def loss_fn(params, x, rng):
-        return jnp.mean((x @ params["w"] - 1.0) ** 2) + jnp.sum(jax.random.normal(rng, (2,)) * params["w"])
+        return jnp.mean((x @ params["w"] - 1.0) ** 2) + jnp.sum(
+            jax.random.normal(rng, (2,)) * params["w"]
+        )
 
     optimizer = jstep.momentum(jstep.exponential_decay(0.1, 10, 0.9), 0.9)
     data = jstep.batches(np.arange(32, dtype=np.float32).reshape(16, 2) / 32, 4, seed=3)
@@ -189,7 +194,10 @@ RUNS = {
     **{f"saver, {name}": functools.partial(save, saves=saves) for name, saves in SAVES.items()},
     "train": train,
     "train, resumed": resumed,
-    **{f"weights, {name}": functools.partial(save_weights, limits=limits) for name, limits in WEIGHTS.items()},
+    **{
+        f"weights, {name}": functools.partial(save_weights, limits=limits)
+        for name, limits in WEIGHTS.items()
+    },
 }
 
 
@@ -201,7 +209,8 @@ def main(name, folder, log):
 
 
 def again(folder, begins, name):
-    """Continue interrupted saves after those acknowledged, and record those of `disk0` to `log0`, and so on."""
+    """Continue interrupted saves after those acknowledged, and record those of `disk0` to `log0`,
+    and so on."""
     for number, first in enumerate(begins):
         with file_calls.recording(f"{folder}/disk{number}", f"{folder}/log{number}"):
             mark("start")

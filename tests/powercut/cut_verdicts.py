@@ -1,4 +1,5 @@
-"""What jstep makes of a state of the disk: whether it has all that was acknowledged, bit for bit."""
+"""What jstep makes of a state of the disk: whether it has all that was acknowledged, bit for
+bit."""
 
 import collections
 import contextlib
@@ -49,7 +50,8 @@ Judge = Callable[[State, str], str]
 def judged(states, judge):
     """Return the states by verdict."""
     found = collections.defaultdict(list)
-    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # in memory: nothing here needs a disk
+    # In memory, as nothing here needs a disk.
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=shared) as above:
         folder = os.path.join(above, "disk")
         for state in states:
@@ -62,7 +64,8 @@ def judged(states, judge):
 
 
 def unacceptable(found):
-    """Return each other verdict, with how many states have it and what is in the first one's words."""
+    """Return each other verdict, with how many states have it and what is in the first one's
+    words."""
     return {
         verdict: f"{len(states)} states, such as {states[0].why}, after {states[0].at} calls"
         for verdict, states in found.items()
@@ -72,7 +75,11 @@ def unacceptable(found):
 
 def acknowledged(state):
     """Return the last number or step that was acknowledged, -1 if there is none."""
-    found = [int(text.removeprefix(ACKNOWLEDGED)) for text in state.marks if text.startswith(ACKNOWLEDGED)]
+    found = [
+        int(text.removeprefix(ACKNOWLEDGED))
+        for text in state.marks
+        if text.startswith(ACKNOWLEDGED)
+    ]
     return found[-1] if found else -1
 
 
@@ -148,7 +155,11 @@ def _judge_restored(saver, template, expected, newest):
         return WRONG
     if lines:
         return WARNED
-    return OLDER if max(i for i, one in enumerate(expected) if one == restored) < newest else ACCEPTABLE
+    return (
+        OLDER
+        if max(i for i, one in enumerate(expected) if one == restored) < newest
+        else ACCEPTABLE
+    )
 
 
 def _leftovers(directory):
@@ -156,10 +167,10 @@ def _leftovers(directory):
 
 
 def weights_judge(limits):
-    """Judge states of weights that were saved several times to one path, and are read from its folder.
+    """Judge states of weights saved several times to one path, and read from its folder.
 
-    While one file replaces shards, or shards a file, the folder has both, and reading it is refused. Then each of the
-    two has to be all of a save, and one of them new enough.
+    While one file replaces shards, or shards a file, the folder has both, and reading it is
+    refused. Then each of the two has to be all of a save, and one of them new enough.
     """
     expected = [bits(cut_runs.weights(number)) for number in range(len(limits))]
     template = jax.eval_shape(lambda: cut_runs.weights(0))
@@ -185,7 +196,8 @@ def weights_judge(limits):
 
 
 def train_judge(state, folder):
-    """Judge a state of a run by what it restores and by its records; if in doubt, let the run resume."""
+    """Judge a state of a run by what it restores and by its records; if in doubt, let the run
+    resume."""
     newest, states = acknowledged(state), cut_runs.states_of_run()
     with jstep.Saver(cut_runs.checkpoints(folder)) as saver:
         expected = [states.get(step, b"") for step in range(LAST + 1)]
@@ -205,32 +217,49 @@ def _has_best(folder, restored):
     best = sorted(LOSSES[step] for step in range(EVERY, restored + 1, EVERY))[:KEPT_BEST]
     with jstep.Saver(os.path.join(folder, "best"), prefix="best") as saver:
         try:
-            kept = {step: bits(saver.restore(cut_runs.new_state(), step=step)) for step in saver.all_steps()}
+            kept = {
+                step: bits(saver.restore(cut_runs.new_state(), step=step))
+                for step in saver.all_steps()
+            }
         except CheckpointError:
             return False
-    if any(found != cut_runs.states_of_run()[step] for step, found in kept.items()) or len(kept) < len(best):
+    is_wrong = any(found != cut_runs.states_of_run()[step] for step, found in kept.items())
+    if is_wrong or len(kept) < len(best):
         return False
-    return all(found <= wanted for found, wanted in zip(sorted(LOSSES[step] for step in kept), best, strict=False))
+    return all(
+        found <= wanted
+        for found, wanted in zip(sorted(LOSSES[step] for step in kept), best, strict=False)
+    )
 
 
 def _has_records(folder, restored, *, has_ended):
-    """Return whether summaries, fingerprints and the record have all steps before a checkpoint: no run repeats them."""
+    """Return whether summaries, fingerprints and the record have all steps before a checkpoint: no
+    run repeats them."""
     steps = set(range(1, restored + 1))
     logs = os.path.join(folder, "logs")
     if not steps:
         return True
     try:
         series = read_scalars(logs, on_corrupted=lambda error: None)  # what comes before it is kept
-        logged = fingerprint_log.read_log(os.path.join(logs, fingerprint_log.FINGERPRINTS_FILE)).entries
+        logged = fingerprint_log.read_log(
+            os.path.join(logs, fingerprint_log.FINGERPRINTS_FILE)
+        ).entries
         starts = read_starts(cut_runs.checkpoints(folder)).get("model", [])
     except (OSError, ValueError):
         return False
-    # Between two checkpoints, a start is replaced without a flush: a power cut may cost it, but neither the others nor
-    # one that has ended.
-    timed = max((start["step"][1] for start in starts if not start["problem"] and start["step"]), default=restored)
+    # Between two checkpoints, a start is replaced without a flush: a power cut may cost it, but
+    # neither the others nor one that has ended.
+    timed = max(
+        (start["step"][1] for start in starts if not start["problem"] and start["step"]),
+        default=restored,
+    )
     is_lost = any(start["problem"] for start in starts) or len(starts) < _count_starts(folder)
     is_timed = timed >= restored or (is_lost and not has_ended)
-    return steps <= {point.step for point in series.get("loss", ())} and steps <= set(logged) and is_timed
+    return (
+        steps <= {point.step for point in series.get("loss", ())}
+        and steps <= set(logged)
+        and is_timed
+    )
 
 
 def _count_starts(folder):
@@ -260,10 +289,17 @@ def restart_judge(state, folder):
     # An eviction that did not reach the disk leaves one more, which is worse than these.
     if bits(ended) != end or not set(best) <= set(_best_steps(folder)):
         return OTHER_END
-    shown = EventAccumulator(os.path.join(folder, "logs"), size_guidance={"scalars": 0}).Reload().Scalars("loss")
+    shown = (
+        EventAccumulator(os.path.join(folder, "logs"), size_guidance={"scalars": 0})
+        .Reload()
+        .Scalars("loss")
+    )
     if [point.step for point in shown] != list(range(1, LAST + 1)):
         return SHOWN_OTHERWISE
-    for where, prefix in (cut_runs.checkpoints(folder), "model"), (os.path.join(folder, "best"), "best"):
+    for where, prefix in (
+        (cut_runs.checkpoints(folder), "model"),
+        (os.path.join(folder, "best"), "best"),
+    ):
         with jstep.Saver(where, prefix=prefix) as saver:
             saver.claim()  # a run that is at its last step does not write
         if _leftovers(where):

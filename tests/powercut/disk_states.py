@@ -1,13 +1,14 @@
 """The states that a disk may hold after a power cut, from a record of calls.
 
-A power cut may come after any call. What the disk holds then depends on the file system, which is described by a
-model:
+A power cut may come after any call. What the disk holds then depends on the file system, which is
+described by a model:
 
 - *prefix*: every call until then took effect. SIGKILL leaves this.
-- *ordered* (ext4, XFS, btrfs): folders change in the order of the calls, and lack at most the last changes. Bytes that
-  were written after the last fsync of their file are there, lost, there in part, or zeros.
-- *posix*: of all that no fsync covers, any subset is there: files, renames and deletions in any order. The fsync of a
-  file makes its bytes durable, that of a folder its entries.
+- *ordered* (ext4, XFS, btrfs): folders change in the order of the calls, and lack at most the last
+  changes. Bytes that were written after the last fsync of their file are there, lost, there in
+  part, or zeros.
+- *posix*: of all that no fsync covers, any subset is there: files, renames and deletions in any
+  order. The fsync of a file makes its bytes durable, that of a folder its entries.
 """
 
 import itertools
@@ -23,15 +24,18 @@ Tree = Mapping[str, bytes | None]
 Entry = tuple[int, str]
 """The number of a folder and a name in it."""
 KEPT, LOST, HALF, ZEROS, CUT = "kept", "lost", "half", "zeros", "cut"
-"""What may be left of the bytes that no fsync covers. CUT: nothing but that the file was made empty, or shorter."""
+"""What may be left of the bytes that no fsync covers. CUT: nothing but that the file was made
+empty, or shorter."""
 PREFIX, ORDERED, POSIX = "prefix", "ordered", "posix"
 MODELS = (PREFIX, ORDERED, POSIX)
 _SINGLE, _RANDOM = 24, 6
-"""Most changes of which each is lost alone, and kept alone; number of random subsets: both at each moment."""
+"""Most changes of which each is lost alone, and kept alone; number of random subsets: both at each
+moment."""
 
 
 class State(NamedTuple):
-    """A state of the disk, the texts marked before the cut, the number of calls before it, and what was lost."""
+    """A state of the disk, the texts marked before the cut, the number of calls before it, and what
+    was lost."""
 
     tree: Tree
     marks: tuple[str, ...]
@@ -52,7 +56,8 @@ class _Data(NamedTuple):
 
 
 class History:
-    """What a record, whose first call is the recorded folder itself, says about each file and folder."""
+    """What a record, whose first call is the recorded folder itself, says about each file and
+    folder."""
 
     def __init__(self, calls):
         assert calls[0].kind == Kind.MKDIR, "the recorded folder comes first"
@@ -140,33 +145,52 @@ class History:
         """Yield the changes that may be on the disk if they reach it in their order."""
         durable = 0
         for number, change in enumerate(done, 1):
-            concerned = {inode for _, inode in change.entries} | {entry[0] for entry, _ in change.entries}
+            concerned = {inode for _, inode in change.entries} | {
+                entry[0] for entry, _ in change.entries
+            }
             if any(self._synced(inode, change.at, at) for inode in concerned - {None}):
                 durable = number
         for count in range(len(done), durable - 1, -1):
-            yield done[:count], f"the last {len(done) - count} names lost" if count < len(done) else "all names"
+            yield (
+                done[:count],
+                f"the last {len(done) - count} names lost" if count < len(done) else "all names",
+            )
 
     def _any(self, done, at, rng):
-        """Yield the subsets of the changes that may be on the disk if they reach it in any order."""
+        """Yield the subsets of the changes that may be on the disk if they reach it in any
+        order."""
         free = [
-            change for change in done if not all(self._synced(entry[0], change.at, at) for entry, _ in change.entries)
+            change
+            for change in done
+            if not all(self._synced(entry[0], change.at, at) for entry, _ in change.entries)
         ]
         yield done, "all names"
         single = free if len(free) <= _SINGLE else rng.sample(free, _SINGLE)
         subsets = [free, *([one] for one in single), *(_without(free, one) for one in single)]
-        subsets += [[one for one in free if rng.random() < share] for share in (0.25, 0.5, 0.75) * (_RANDOM // 3)]
+        subsets += [
+            [one for one in free if rng.random() < share]
+            for share in (0.25, 0.5, 0.75) * (_RANDOM // 3)
+        ]
         for lost in subsets if free else []:
             gone = set(map(id, lost))
-            yield [one for one in done if id(one) not in gone], f"{len(lost)} of {len(free)} names lost"
+            yield (
+                [one for one in done if id(one) not in gone],
+                (f"{len(lost)} of {len(free)} names lost"),
+            )
 
     def _synced(self, inode, after, until):
         return inode is not None and any(after < sync <= until for sync in self._syncs[inode])
 
     def _dirty(self, inodes, at):
-        """Return the files with bytes that no fsync covers, and whether they were made shorter since it."""
+        """Return the files with bytes that no fsync covers, and whether they were made shorter
+        since it."""
         found = []
         for inode in dict.fromkeys(inodes):
-            new = [one.call.kind for one in self._data[inode] if self._last_sync(inode, at) < one.at <= at]
+            new = [
+                one.call.kind
+                for one in self._data[inode]
+                if self._last_sync(inode, at) < one.at <= at
+            ]
             if new:
                 found.append((inode, Kind.TRUNCATE in new))
         return found
@@ -221,7 +245,8 @@ def _without(changes, one):
 
 
 def _fates(dirty, rng, each):
-    """Yield what may be left of files with bytes that no fsync covers; with `each`, also of each alone."""
+    """Yield what may be left of files with bytes that no fsync covers; with `each`, also of each
+    alone."""
     yield {}, "all bytes"
     if not dirty:
         return
@@ -230,9 +255,15 @@ def _fates(dirty, rng, each):
     if len(dirty) > 1 and each:
         for (inode, _), fate in itertools.product(dirty, (LOST, HALF, ZEROS)):
             yield {inode: fate}, f"bytes of one file {fate}"
-            yield {other: fate for other, _ in dirty if other != inode}, f"bytes of all files but one {fate}"
+            yield (
+                {other: fate for other, _ in dirty if other != inode},
+                (f"bytes of all files but one {fate}"),
+            )
     if len(dirty) > 1:
-        yield {inode: rng.choice((KEPT, LOST, HALF, ZEROS)) for inode, _ in dirty}, "bytes at random"
+        yield (
+            {inode: rng.choice((KEPT, LOST, HALF, ZEROS)) for inode, _ in dirty},
+            ("bytes at random"),
+        )
 
 
 def _replayed(data, durable, fate):
@@ -259,7 +290,8 @@ def _replayed(data, durable, fate):
 
 
 def distinct(states):
-    """Return the states that differ in what the disk holds; of equal ones the last, which has the most marks."""
+    """Return the states that differ in what the disk holds; of equal ones the last, which has the
+    most marks."""
     return list({frozenset(state.tree.items()): state for state in states}.values())
 
 
@@ -291,7 +323,8 @@ def write(tree, folder):
 
 
 def complete(log, folder):
-    """Return the calls of a record, which lead to exactly the bytes in the folder: none was missed."""
+    """Return the calls of a record, which lead to exactly the bytes in the folder: none was
+    missed."""
     calls = read(log)
     assert History(calls).final() == tree_of(str(folder))
     return calls

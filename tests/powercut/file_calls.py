@@ -1,8 +1,10 @@
-"""The calls of a program that change files, in their order: recorded by a preloaded library, and made to fail.
+"""The calls of a program that change files, in their order: recorded by a preloaded library, and
+made to fail.
 
-A recorded program is started with `python`, and calls `recording(folder, log)`; `read(log)` returns the calls of
-all its threads, also those of libraries in C++, below that folder. `mark` adds a text to the record, such as
-"acknowledged 3". Flushes by Python are marked with their place in jstep. `failing` makes one of the calls fail.
+A recorded program is started with `python`, and calls `recording(folder, log)`; `read(log)` returns
+the calls of all its threads, also those of libraries in C++, below that folder. `mark` adds a text
+to the record, such as "acknowledged 3". Flushes by Python are marked with their place in jstep.
+`failing` makes one of the calls fail.
 """
 
 import contextlib
@@ -27,7 +29,8 @@ _HEAD = struct.Struct("=IIIIQqQ")
 
 
 class Kind(enum.IntEnum):
-    """What a call does; as in file_calls.c. OPEN is of a file that is only read, CLOSE of one that was written."""
+    """What a call does; as in file_calls.c. OPEN is of a file that is only read, CLOSE of one that
+    was written."""
 
     CREATE = 1
     TRUNCATE = 2
@@ -64,19 +67,35 @@ def library():
     if compiler is None:
         return "", "there is no C compiler for the library that records file calls"
     path = os.path.join(tempfile.mkdtemp(prefix="jstep-file-calls-"), "file_calls.so")
-    command = [compiler, "-O1", "-w", "-shared", "-fPIC", "-o", path, HERE / "file_calls.c", "-ldl", "-lpthread"]
+    command = [
+        compiler, "-O1", "-w", "-shared", "-fPIC", "-o", path, HERE / "file_calls.c", "-ldl",
+        "-lpthread",
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    return (path, "") if done.returncode == 0 else ("", f"{compiler} cannot compile file_calls.c: {done.stderr[-500:]}")
+    return (
+        (path, "")
+        if done.returncode == 0
+        else ("", f"{compiler} cannot compile file_calls.c: {done.stderr[-500:]}")
+    )
 
 
 def python(code, *args, timeout=300):
-    """Run a program whose calls can be recorded, with its signals reset, and return what it printed."""
+    """Run a program whose calls can be recorded, with its signals reset, and return what it
+    printed."""
     path, reason = library()
     assert path, reason
     env = {**os.environ, "LD_PRELOAD": path, "JAX_PLATFORMS": "cpu"}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent), os.path.dirname(_PACKAGE)])
-    command = [sys.executable, "-P", "-c", "import file_calls; file_calls.reset_signals()\n" + code, *map(str, args)]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        "import file_calls; file_calls.reset_signals()\n" + code,
+        *map(str, args),
+    ]
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
@@ -107,7 +126,8 @@ def mark(text):
 
 @contextlib.contextmanager
 def recording(folder, log=None):
-    """Record all calls below a folder, in which all is durable; without a log, they may only fail."""
+    """Record all calls below a folder, in which all is durable; without a log, they may only
+    fail."""
     folder = os.path.realpath(folder)
     fd = -1 if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     if fd >= 0:
@@ -127,7 +147,9 @@ def _existing(folder):
     yield Call(Kind.MKDIR, folder, inode=os.stat(folder).st_ino)
     for top, folders, files in os.walk(folder):
         for name in folders:
-            yield Call(Kind.MKDIR, os.path.join(top, name), inode=os.stat(os.path.join(top, name)).st_ino)
+            yield Call(
+                Kind.MKDIR, os.path.join(top, name), inode=os.stat(os.path.join(top, name)).st_ino
+            )
         for name in files:
             path = os.path.join(top, name)
             inode = os.stat(path).st_ino
@@ -153,7 +175,11 @@ def read(log):
         for length in (first, second, size):
             parts.append(data[at : at + length])
             at += length
-        calls.append(Call(Kind(kind), parts[0].decode(), parts[1].decode(), inode, position, parts[2], thread))
+        calls.append(
+            Call(
+                Kind(kind), parts[0].decode(), parts[1].decode(), inode, position, parts[2], thread
+            )
+        )
     return calls
 
 
@@ -169,9 +195,12 @@ class Failure:
 
 @contextlib.contextmanager
 def failing(at, number, *, kinds=CHANGES, lasts=False):
-    """Let the n-th recorded call of some kinds fail, and with `lasts` all later ones; the failure says which."""
+    """Let the n-th recorded call of some kinds fail, and with `lasts` all later ones; the failure
+    says which."""
     failure = Failure()
-    _loaded().calls_fail(ctypes.c_long(at), sum(1 << kind for kind in kinds), b"", number, int(lasts))
+    _loaded().calls_fail(
+        ctypes.c_long(at), sum(1 << kind for kind in kinds), b"", number, int(lasts)
+    )
     try:
         yield failure
     finally:

@@ -14,7 +14,8 @@ WEIGHTS = [f"weights, {name}" for name in cut_runs.WEIGHTS]
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", TRAINS)
 def test_states_of_runs(name, model, record):
-    """What is acknowledged is there, with the best checkpoints and the records of the steps before."""
+    """What is acknowledged is there, with the best checkpoints and the records of the steps
+    before."""
     history = History(record(name))
     states = sampled(distinct(history.states(model, share=1.0 if model == PREFIX else 0.3)), MOST)
     problems = unacceptable(judged(states, judge_of(name)))

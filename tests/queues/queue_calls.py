@@ -34,7 +34,8 @@ class Call:
 
 
 def wait_until_blocked(queue, enqueues=0, dequeues=0, batches=0, fills=0):
-    """Wait until these numbers of calls block inside the queue; `fills` is the `enqueue_many` in progress."""
+    """Wait until these numbers of calls block inside the queue; `fills` is the `enqueue_many` in
+    progress."""
 
     def blocked():
         with queue._mutex:

@@ -185,7 +185,10 @@ def test_callbacks_run_once():
 
 def test_registered_and_given_threads_are_joined(release):
     coord = Coordinator()
-    registered, given = start_thread(release.wait, "registered"), start_thread(release.wait, "given")
+    registered, given = (
+        start_thread(release.wait, "registered"),
+        start_thread(release.wait, "given"),
+    )
     coord.register_thread(registered)
     coord.request_stop()
     with pytest.raises(RuntimeError, match="given, registered"):
@@ -211,7 +214,9 @@ def test_stragglers_are_named(release, grace):
 def test_live_threads_may_be_ignored(release, caplog):
     coord = Coordinator()
     coord.request_stop()
-    coord.join([start_thread(release.wait, "slow")], stop_grace_period_secs=0, ignore_live_threads=True)
+    coord.join(
+        [start_thread(release.wait, "slow")], stop_grace_period_secs=0, ignore_live_threads=True
+    )
     assert "slow" in caplog.text
 
 
@@ -226,7 +231,8 @@ def test_errors_take_precedence_over_stragglers(release, caplog):
 def test_grace_period_begins_with_the_stop(release):
     coord = Coordinator()
     thread = start_thread(release.wait)
-    stopper = threading.Timer(0.2, coord.request_stop)  # after the end of a grace period that begins with join
+    # It stops after the end of a grace period that begins with `join`.
+    stopper = threading.Timer(0.2, coord.request_stop)
     stopper.start()
     with pytest.raises(RuntimeError, match="still running"):
         coord.join([thread], stop_grace_period_secs=0.05)
@@ -252,7 +258,7 @@ def test_signals_interrupt_join_and_wait_for_stop():
                     print("stopped", flush=True)
                 except KeyboardInterrupt:
                     print("interrupted", flush=True)
-    """
+    """  # noqa: E501
     with running_program(program) as process:
         for signum, output in [(signal.SIGTERM, "stopped"), (signal.SIGINT, "interrupted")] * 2:
             assert process.stdout.readline() == "ready\n"

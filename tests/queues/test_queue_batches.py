@@ -4,7 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from queue_calls import Call, both_queues, disable_polling, drain, fifo, filled, shuffle, wait_until_blocked
+from queue_calls import (
+    Call,
+    both_queues,
+    disable_polling,
+    drain,
+    fifo,
+    filled,
+    shuffle,
+    wait_until_blocked,
+)
 
 from jstep.core.exceptions import OutOfRangeError
 from jstep.queues.queues import CancelledError
@@ -16,7 +25,9 @@ class TestDequeueMany:
     def test_stacks_leaf_by_leaf(self):
         queue = fifo()
         for i in range(4):
-            queue.enqueue({"x": np.full((2, 3), i, np.float32), "y": (i, f"name {i}"), "none": None})
+            queue.enqueue(
+                {"x": np.full((2, 3), i, np.float32), "y": (i, f"name {i}"), "none": None}
+            )
         batch = queue.dequeue_many(3)
         assert batch["x"].shape == (3, 2, 3)
         assert batch["x"].dtype == np.float32
@@ -102,7 +113,8 @@ class TestDequeueMany:
         [
             (
                 {"x": np.zeros(4, np.float32)},
-                r"the leaf at 'x' .* shape \([34],\) in element 0 and .* shape \([34],\) in element 1",
+                r"the leaf at 'x' .* shape \([34],\) "
+                r"in element 0 and .* shape \([34],\) in element 1",
             ),
             (
                 {"x": np.zeros(3, np.float64)},
@@ -127,7 +139,12 @@ class TestDequeueNone:
     @both_queues
     def test_the_batch_is_empty_and_takes_no_element(self, make):
         queue = make()
-        element = {"x": np.ones((2, 3), np.float32), "y": (True, "name"), "z": jnp.ones(4, jnp.bfloat16), "none": None}
+        element = {
+            "x": np.ones((2, 3), np.float32),
+            "y": (True, "name"),
+            "z": jnp.ones(4, jnp.bfloat16),
+            "none": None,
+        }
         queue.enqueue(element)
         for _ in range(2):  # with an element in the queue, and without
             batch = queue.dequeue_many(0)
@@ -136,7 +153,10 @@ class TestDequeueNone:
             assert jax.tree.map(len, batch) == {"x": 0, "y": (0, 0), "z": 0, "none": None}
             if queue.size():
                 whole = queue.dequeue_many(1)
-                assert jax.tree.map(lambda leaf: (type(leaf), leaf.shape[1:], leaf.dtype), whole) == one
+                assert (
+                    jax.tree.map(lambda leaf: (type(leaf), leaf.shape[1:], leaf.dtype), whole)
+                    == one
+                )
 
     def test_before_the_first_element(self):
         queue = fifo()
@@ -144,7 +164,10 @@ class TestDequeueNone:
             queue.dequeue_many(0)
         queue.fail(KeyError("file"))
         queue.close()
-        with pytest.raises(OutOfRangeError, match=r"requested 0, current size 0\); its input failed: KeyError"):
+        with pytest.raises(
+            OutOfRangeError,
+            match=r"requested 0, current size 0\); its input failed: KeyError",
+        ):
             queue.dequeue_many(0)
 
 
@@ -167,7 +190,9 @@ class TestEnqueueMany:
         assert (element["y"], element["none"]) == ((0, "a"), None)
         assert isinstance(element["y"][0], jax.Array)
         rest = queue.dequeue_many(2)
-        jax.tree.map(np.testing.assert_array_equal, rest, jax.tree.map(lambda leaf: leaf[1:], stacked))
+        jax.tree.map(
+            np.testing.assert_array_equal, rest, jax.tree.map(lambda leaf: leaf[1:], stacked)
+        )
 
     def test_the_arrays_can_be_reused(self):
         queue, whole = fifo(), np.zeros((2, 3))
@@ -237,7 +262,10 @@ class TestEnqueueMany:
         queue = make(4)
         queue.enqueue_many(rows(0, 4))
         assert sorted(drain_closed(queue)) == [0, 1, 2, 3]
-        with pytest.raises(ValueError, match=r"elements has 5 rows: must be at most 4, the capacity of the queue"):
+        with pytest.raises(
+            ValueError,
+            match=r"elements has 5 rows: must be at most 4, the capacity of the queue",
+        ):
             make(4).enqueue_many(rows(0, 5))
 
     @both_queues
@@ -309,7 +337,8 @@ def drain_closed(queue):
 @pytest.mark.thorough(except_for=["shuffle"])
 @pytest.mark.parametrize("make", [fifo, shuffle, lambda capacity: shuffle(capacity, capacity - 2)])
 def test_stress_of_all_calls_together(make):
-    """Producers of single elements and of batches, consumers of each kind: nothing is lost or doubled."""
+    """Producers of single elements and of batches, consumers of each kind: nothing is lost or
+    doubled."""
     queue, items = make(16), 600
 
     def produce(producer, size):

@@ -1,4 +1,5 @@
-"""`QueueRunner`: its threads, errors, restarts, collections, contexts, and the exit of the process."""
+"""`QueueRunner`: its threads, errors, restarts, collections, contexts, and the exit of the
+process."""
 
 import contextvars
 import itertools
@@ -67,7 +68,9 @@ def test_each_op_runs_in_a_thread_until_exhausted():
 def test_op_ends_when_its_input_queue_is_exhausted(coord):
     names, rows = FIFOQueue(2), RandomShuffleQueue(8, 2, seed=0)
     threads = QueueRunner(names, [counting_op(names, 10)]).create_threads(coord, start=True)
-    threads += QueueRunner(rows, [lambda: rows.enqueue(names.dequeue() * 10)] * 3).create_threads(coord, start=True)
+    threads += QueueRunner(rows, [lambda: rows.enqueue(names.dequeue() * 10)] * 3).create_threads(
+        coord, start=True
+    )
     assert sorted(drain(rows)) == list(range(0, 100, 10))
     if coord:
         coord.join()  # all have ended: no stop is needed
@@ -75,7 +78,9 @@ def test_op_ends_when_its_input_queue_is_exhausted(coord):
     assert join_all(threads)
 
 
-@pytest.mark.parametrize("exception", [ValueError("bad record"), SystemExit(3), CancelledError("another queue")])
+@pytest.mark.parametrize(
+    "exception", [ValueError("bad record"), SystemExit(3), CancelledError("another queue")]
+)
 def test_error_stops_all_threads_and_is_raised_by_join(exception):
     queue = FIFOQueue(2)
     coord = Coordinator()
@@ -94,12 +99,17 @@ def test_error_stops_all_threads_and_is_raised_by_join(exception):
 def test_errors_are_recorded_without_a_coordinator(caplog):
     queue = FIFOQueue(2)
     first, second = ValueError("first"), KeyError("second")
-    runner = QueueRunner(queue, [failing_op(queue, 0, first), counting_op(queue, 20), failing_op(queue, 1, second)])
+    runner = QueueRunner(
+        queue, [failing_op(queue, 0, first), counting_op(queue, 20), failing_op(queue, 1, second)]
+    )
     threads = runner.create_threads(start=True)
     out = drain(queue)  # the other op runs until it is exhausted
     assert join_all(threads)
     assert sorted(x for x in out if x != "item") == list(range(20))
-    assert sorted(map(repr, runner.exceptions_raised)) == ["KeyError('second')", "ValueError('first')"]
+    assert sorted(map(repr, runner.exceptions_raised)) == [
+        "KeyError('second')",
+        "ValueError('first')",
+    ]
     assert "first" in caplog.text
     assert "second" in caplog.text
     with pytest.raises(OutOfRangeError, match="its input failed") as info:
@@ -262,7 +272,12 @@ variable = contextvars.ContextVar("variable", default=0)
 
 
 def context_settings():
-    return jax.config.jax_default_prng_impl, jax.config.jax_enable_x64, jax.sharding.get_mesh(), variable.get()
+    return (
+        jax.config.jax_default_prng_impl,
+        jax.config.jax_enable_x64,
+        jax.sharding.get_mesh(),
+        variable.get(),
+    )
 
 
 def settings_op(queue):
@@ -307,7 +322,9 @@ def test_threads_started_manually():
     assert queue.dequeue()[1] is True
 
 
-@pytest.mark.parametrize("take", [lambda queue: queue.dequeue(), lambda queue: queue.dequeue_many(2)])
+@pytest.mark.parametrize(
+    "take", [lambda queue: queue.dequeue(), lambda queue: queue.dequeue_many(2)]
+)
 def test_a_dequeue_that_nothing_feeds_says_so_once(monkeypatch, caplog, take):
     """A runner that was never started looks like a hang: `tf.train`'s oldest question."""
     monkeypatch.setattr(queues, "_WARN_SECS", 0.0)
@@ -318,7 +335,10 @@ def test_a_dequeue_that_nothing_feeds_says_so_once(monkeypatch, caplog, take):
     queue.enqueue_many(np.arange(4))
     call.wait()
     assert len(caplog.messages) == 1
-    assert "no element was ever enqueued. Start what feeds the queue: jstep.start_queue_runners" in caplog.messages[0]
+    assert (
+        "no element was ever enqueued. Start what feeds the queue: jstep.start_queue_runners"
+        in caplog.messages[0]
+    )
     while queue.size():
         queue.dequeue()
     call = Call(queue.dequeue)  # a queue that was fed, however slowly, is not warned of

@@ -1,4 +1,5 @@
-"""`FIFOQueue` and `RandomShuffleQueue`: order, blocking, shuffling, closing, and interrupted calls."""
+"""`FIFOQueue` and `RandomShuffleQueue`: order, blocking, shuffling, closing, and interrupted
+calls."""
 
 import collections
 import signal
@@ -10,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import running_program
-from queue_calls import Call, both_queues, disable_polling, drain, fifo, filled, shuffle, wait_until_blocked
+from queue_calls import (
+    Call,
+    both_queues,
+    disable_polling,
+    drain,
+    fifo,
+    filled,
+    shuffle,
+    wait_until_blocked,
+)
 from waiting import wait_until
 
 from jstep.core.exceptions import OutOfRangeError, items_until_end
@@ -78,11 +88,14 @@ class TestShuffle:
         out = self.shuffled(seed=1)
         assert sorted(out) == list(range(500))
         assert sum(a == b for a, b in enumerate(out)) < 50
-        assert all(x <= i + 31 for i, x in enumerate(out))  # no element is returned before it can be in the queue
+        # No element is returned before it can be in the queue.
+        assert all(x <= i + 31 for i, x in enumerate(out))
 
     @pytest.mark.parametrize("min_after_dequeue", [1, 31])
     def test_order_depends_on_the_seed_not_on_timing(self, min_after_dequeue):
-        orders = [self.shuffled(7, min_after_dequeue=min_after_dequeue, threads=i > 0) for i in range(4)]
+        orders = [
+            self.shuffled(7, min_after_dequeue=min_after_dequeue, threads=i > 0) for i in range(4)
+        ]
         assert orders[0] == orders[1] == orders[2] == orders[3]
 
     def test_dequeue_many_gives_the_order_of_dequeue(self):
@@ -210,7 +223,7 @@ class TestInterrupts:
                     queue.close()
                     queue.dequeue()
                     print("interrupted", flush=True)
-        """
+        """  # noqa: E501
         with running_program(program) as process:
             for _ in range(4):
                 assert process.stdout.readline() == "ready\n"

@@ -90,7 +90,11 @@ def test_names_are_joined():
         "no": Unbound(),
     }
     expected = {"a/b/lr": 0.1, "a/b/name": "adam", "a/empty": {}, "c/d": 1, "3/lr": 1, "3/size": 2}
-    assert as_config(config) == {**expected, "raises": f"{__name__}.Raises", "no": f"{__name__}.Unbound"}
+    assert as_config(config) == {
+        **expected,
+        "raises": f"{__name__}.Raises",
+        "no": f"{__name__}.Unbound",
+    }
     assert as_config(Options()) == {"lr": 0.1, "name": "adam"}
     assert as_config(Pair(1, 2)) == {"lr": 1, "size": 2}
     assert as_config({}) == {}
@@ -158,7 +162,12 @@ class Later:
 
 
 def test_a_value_that_raises_takes_no_other_with_it():
-    config = {"lazy": Lazy(a=1, bad=2), "later": Later(), "list": Endless([1, "???"]), "deep": [{"x": Later()}]}
+    config = {
+        "lazy": Lazy(a=1, bad=2),
+        "later": Later(),
+        "list": Endless([1, "???"]),
+        "deep": [{"x": Later()}],
+    }
     assert as_config(config) == {
         "lazy/a": 1, "lazy/bad": "builtins.ZeroDivisionError",
         "later/width": 64, "later/vocabulary": "builtins.AttributeError",
@@ -170,7 +179,11 @@ def test_a_value_that_raises_takes_no_other_with_it():
 
 def test_lists_of_mappings_have_names():
     data = [{"path": "a", "weight": 0.9}, {"path": "b"}]
-    assert as_config({"data": data}) == {"data/0/path": "a", "data/0/weight": 0.9, "data/1/path": "b"}
+    assert as_config({"data": data}) == {
+        "data/0/path": "a",
+        "data/0/weight": 0.9,
+        "data/1/path": "b",
+    }
     assert as_config({"a": collections.UserList([1, [Options()]])}) == {
         "a/0": 1, "a/1/0/lr": 0.1, "a/1/0/name": "adam",
     }  # fmt: skip
@@ -198,7 +211,9 @@ def test_a_long_text_is_cut_before_it_is_searched(monkeypatch):
 
     monkeypatch.setattr(config_module, "hide", counted_hide)
     assert plain("a" * 50_000_000).startswith("aaa")
-    assert plain("a" * 990 + " hf_" + "a1" * 100).endswith("aaa (not reco… (1194 characters), hash 581ae978")
+    assert plain("a" * 990 + " hf_" + "a1" * 100).endswith(
+        "aaa (not reco… (1194 characters), hash 581ae978"
+    )
     assert plain(f"-----BEGIN KEY-----{'x' * 5000}") == NOT_RECORDED
     assert searched
     assert max(searched) <= 2 * config_module.MAX_TEXT
@@ -301,7 +316,10 @@ def test_numbers_are_no_secrets():
 
 
 def test_the_command_line(monkeypatch):
-    words = ["p.py", "--lr=0.1", f"--api-key={SECRET}", f"token={SECRET}", "--password", "x", "y", "--hf-token", SECRET]
+    words = [
+        "p.py", "--lr=0.1", f"--api-key={SECRET}", f"token={SECRET}", "--password", "x", "y",
+        "--hf-token", SECRET,
+    ]  # fmt: skip
     words += ["--tokenizer", SECRET, "http://a:b@c/d?e=f", "--verbose", *map(str, range(200))]
     monkeypatch.setattr(sys, "argv", words)
     hidden = NOT_RECORDED
@@ -324,14 +342,22 @@ def test_the_command_line(monkeypatch):
     ]
     monkeypatch.setattr(sys, "argv", words)
     assert command_line() == [
-        *("p.py", "--api-token", hidden, "--password", hidden, "--set", "lr=0.1", f"--password={hidden}")
-    ]
+        *(
+            "p.py", "--api-token", hidden, "--password", hidden, "--set", "lr=0.1",
+            f"--password={hidden}",
+        )
+    ]  # fmt: skip
 
 
 def test_messages_of_exceptions():
-    error = OSError(f"postgres://me:{SECRET}@host/db?password=x is down, token={SECRET}, lr=0.1, Bearer {SECRET}")
+    error = OSError(
+        f"postgres://me:{SECRET}@host/db?password=x is down, "
+        f"token={SECRET}, lr=0.1, Bearer {SECRET}"
+    )
     hidden = NOT_RECORDED
-    assert error_text(error) == f"postgres://host/db?password={hidden} is down, token={hidden}, lr=0.1, {hidden}"
+    assert error_text(error) == (
+        f"postgres://host/db?password={hidden} is down, token={hidden}, lr=0.1, {hidden}"
+    )
     for text in (
         f"token={SECRET}",
         f"'token={SECRET}'",

@@ -13,7 +13,13 @@ from waiting import TIMEOUT
 from jstep.record.process_files import ProcessFile, read_process, read_processes
 from jstep.watching.process_recorder import ProcessRecorder
 
-FIELDS = {"start": 3, "process": {"host": "b12", "pid": 7}, "written": 1e9, "step": [2, 9], "seconds": {"waiting": 1.5}}
+FIELDS = {
+    "start": 3,
+    "process": {"host": "b12", "pid": 7},
+    "written": 1e9,
+    "step": [2, 9],
+    "seconds": {"waiting": 1.5},
+}
 
 
 def write(where, index=1, prefix="model", **fields):
@@ -30,15 +36,28 @@ def folder(tmp_path):
 
 def test_each_process_has_a_file_which_a_later_start_replaces(folder):
     for index in (1, 2, 12):
-        write(folder, index, step=[2, 9 + index], start=4 if index == 2 else 3, signal=["SIGTERM", 1e9])
+        write(
+            folder,
+            index,
+            step=[2, 9 + index],
+            start=4 if index == 2 else 3,
+            signal=["SIGTERM", 1e9],
+        )
     found = read_processes(str(folder), "model", 3, 13)
     assert [(record["index"], record["step"]) for record in found] == [(1, [2, 10]), (12, [2, 21])]
     assert (found[0]["batches"], found[0]["signal"]) == ({"8": ["a", "b", "c"]}, ["SIGTERM", 1e9])
     assert [record["index"] for record in read_processes(str(folder), "model", 4, 13)] == [2]
-    assert read_processes(str(folder), "model", 3, 1) == read_processes(str(folder), "other", 3, 13) == []
+    assert (
+        read_processes(str(folder), "model", 3, 1)
+        == read_processes(str(folder), "other", 3, 13)
+        == []
+    )
 
 
-INVALID = [b"", b"[]", b"{", {"version": 2}, {"index": 2}, {"prefix": "other"}, {"seconds": {"x": 1}}, {"step": [9, 2]}]
+INVALID = [
+    b"", b"[]", b"{", {"version": 2}, {"index": 2}, {"prefix": "other"}, {"seconds": {"x": 1}},
+    {"step": [9, 2]},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", INVALID, ids=map(str, range(len(INVALID))))
@@ -46,7 +65,9 @@ def test_an_invalid_file_is_none(change, folder):
     write(folder)
     path = folder / "starts" / "model.1.json"
     path.write_bytes(
-        change if isinstance(change, bytes) else json.dumps(json.loads(path.read_text()) | change).encode()
+        change
+        if isinstance(change, bytes)
+        else json.dumps(json.loads(path.read_text()) | change).encode()
     )
     assert read_process(str(folder), "model", 1) is None
 
@@ -67,7 +88,9 @@ def test_a_moved_directory_is_not_made_again_and_a_failure_is_logged_once(folder
 def test_the_thread_that_writes_survives_an_error():
     """Such as JAX's, about an array that a hook has deleted."""
     written = threading.Event()
-    file = types.SimpleNamespace(due=threading.Event(), period=0.001, write=lambda fields: written.set())
+    file = types.SimpleNamespace(
+        due=threading.Event(), period=0.001, write=lambda fields: written.set()
+    )
     signals = types.SimpleNamespace(received=None, received_at=None)
     run = types.SimpleNamespace(
         shared={ProcessFile: file}, signals=signals, recorded_times=raising(RuntimeError("deleted"))

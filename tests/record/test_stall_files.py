@@ -16,8 +16,8 @@ from jstep.record.stall_files import StallFiles, read_stalls
 
 
 def fields_of(what="waiting for batch 7", kind="batch", **more):
-    return {"processes": 4, "kind": kind, "what": what, "line": "loader.py:57 in __next__", "stall": True,
-            "since": time.time() - 94.0, **more}  # fmt: skip
+    return {"processes": 4, "kind": kind, "what": what, "line": "loader.py:57 in __next__",
+            "stall": True, "since": time.time() - 94.0, **more}  # fmt: skip
 
 
 def write(where, process=0, **fields):
@@ -33,7 +33,12 @@ def change(path, **fields):
 def test_a_file_is_written_and_removed(tmp_path):
     files = write(tmp_path, process=3)
     (one,), problems = read_stalls(str(tmp_path))
-    assert (one["process"], one["pid"], one["what"], problems) == (3, os.getpid(), "waiting for batch 7", [])
+    assert (one["process"], one["pid"], one["what"], problems) == (
+        3,
+        os.getpid(),
+        "waiting for batch 7",
+        [],
+    )
     files.finish(None)
     assert read_stalls(str(tmp_path)) == ([], [])
     assert os.listdir(tmp_path / "stalls") == []
@@ -43,7 +48,8 @@ def test_a_file_is_written_and_removed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("where", "warn_secs", "period"), [("a", 60, 15), ("a", 2, 0.5), ("a", 0, 0.25), ("s3://b", 2, 10)]
+    ("where", "warn_secs", "period"),
+    [("a", 60, 15), ("a", 2, 0.5), ("a", 0, 0.25), ("s3://b", 2, 10)],
 )
 def test_how_often_a_file_is_renewed(where, warn_secs, period):
     assert StallFiles(where, 0, warn_secs).period == period
@@ -54,7 +60,11 @@ def test_runs_that_share_a_directory_do_not_share_files(tmp_path):
     all_files = [StallFiles(str(tmp_path), 1, warn_secs=60.0, prefix=name) for name in names]
     for name, files in zip(names, all_files, strict=True):
         files.finish(lambda name=name: fields_of(what=name))
-    assert sorted(os.listdir(tmp_path / "stalls")) == ["mode.1.json", "model.1.1.json", "model.1.json"]
+    assert sorted(os.listdir(tmp_path / "stalls")) == [
+        "mode.1.json",
+        "model.1.1.json",
+        "model.1.json",
+    ]
     assert len(read_stalls(str(tmp_path))[0]) == 3
     for name in names:
         assert [one["what"] for one in read_stalls(str(tmp_path), name)[0]] == [name]
@@ -69,13 +79,17 @@ def test_the_first_process_that_has_a_file_reads_all_of_them(tmp_path, monkeypat
     reads = []
     read_small = module.read_small
     monkeypatch.setattr(
-        module, "read_small", lambda path, most, **options: reads.append(path) or read_small(path, most, **options)
+        module,
+        "read_small",
+        lambda path, most, **options: reads.append(path) or read_small(path, most, **options),
     )
     everyone = [StallFiles(str(tmp_path), process, warn_secs=60.0) for process in range(2, 34)]
     for rounds in (1, 2):
         for process, files in enumerate(everyone, 2):
             files.exchange(
-                lambda process=process: fields_of(processes=64, what=f"batch {process}"), read=True, immediately=True
+                lambda process=process: fields_of(processes=64, what=f"batch {process}"),
+                read=True,
+                immediately=True,
             )
             futures.wait([files._job])
         assert len(reads) <= len(everyone) * rounds
@@ -99,12 +113,18 @@ def test_files_of_the_others_that_cannot_be_listed(tmp_path, monkeypatch, caplog
         assert files.is_reported_elsewhere == (not expected)
         monkeypatch.setattr(module, "names_in", refuse)
     (warning,) = caplog.messages
-    assert warning.endswith(f"the other processes cannot be read: {tmp_path}/stalls cannot be listed")
+    assert warning.endswith(
+        f"the other processes cannot be read: {tmp_path}/stalls cannot be listed"
+    )
 
 
 def test_stacks_of_many_threads_fit_into_a_file_that_is_read(tmp_path):
     for threads, lines in ((3, 1000), (300, 12), (5000, 1)):
-        write(tmp_path, process=0, threads={f"thread {n}": ["file.py:123 in function"] * lines for n in range(threads)})
+        write(
+            tmp_path,
+            process=0,
+            threads={f"thread {n}": ["file.py:123 in function"] * lines for n in range(threads)},
+        )
         (one,) = read_stalls(str(tmp_path))[0]
         assert len(one["threads"]) in (threads, 0)
     assert os.path.getsize(tmp_path / "stalls" / "model.0.json") < 2**16
@@ -139,7 +159,8 @@ def test_stale_files_do_not_count(tmp_path, stale, capsys):
 
 def test_a_file_of_another_host_counts_while_it_is_renewed(tmp_path):
     write(tmp_path, process=0)
-    change(tmp_path / "stalls" / "model.0.json", host="elsewhere", renewed=1.7e9)  # a clock that is years behind
+    # The clock of the other host is years behind.
+    change(tmp_path / "stalls" / "model.0.json", host="elsewhere", renewed=1.7e9)
     assert len(read_stalls(str(tmp_path))[0]) == 1
 
 
@@ -247,8 +268,16 @@ def test_what_processes_that_have_ended_were_waiting_for(tmp_path, capsys):
     """Also which thread one of them lacks."""
     threads = {"MainThread 1": [], "fill 2": [], "pool-1_3 4": [], "jstep-record 5": []}
     for process in range(3):
-        lacks = {name: [] for name in threads if process != 1 or name not in ("fill 2", "jstep-record 5")}
-        write(tmp_path, process=process, processes=3, threads=lacks, what=f"waiting for batch {process}")
+        lacks = {
+            name: [] for name in threads if process != 1 or name not in ("fill 2", "jstep-record 5")
+        }
+        write(
+            tmp_path,
+            process=process,
+            processes=3,
+            threads=lacks,
+            what=f"waiting for batch {process}",
+        )
         change(tmp_path / "stalls" / f"model.{process}.json", pid=dead_process())
     assert main(["stalls", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -278,6 +307,11 @@ def test_files_of_a_directory_that_becomes_a_link(tmp_path, caplog):
     assert not files.others
     assert files.is_reported_elsewhere
     assert read_stalls(str(tmp_path / "run")) == ([], [])
-    for problem in ("the stall cannot be written", "the stalls of the other processes cannot be read"):
+    for problem in (
+        "the stall cannot be written",
+        "the stalls of the other processes cannot be read",
+    ):
         (message,) = [message for message in caplog.messages if problem in message]
-        assert f"{tmp_path}/run/stalls: jstep writes a file of this name, but it is a link" in message
+        assert (
+            f"{tmp_path}/run/stalls: jstep writes a file of this name, but it is a link"
+        ) in message

@@ -1,4 +1,5 @@
-"""The lines about two starts: each section, what is left out, programs, and which lines are about bits."""
+"""The lines about two starts: each section, what is left out, programs, and which lines are about
+bits."""
 
 import copy
 
@@ -7,18 +8,21 @@ import pytest
 from jstep.record.differences import PAIR_WORDS, changes, same
 
 PROGRAM = {
-    "stage": 0, "hash": "p", "batch": ["0/x: float32[4]"], "hyperparameters": {"learning_rate": 0.1},
+    "stage": 0, "hash": "p", "batch": ["0/x: float32[4]"],
+    "hyperparameters": {"learning_rate": 0.1},
 }  # fmt: skip
 SETUP = {
     "step": 0, "versions": {"jax": "0.10"}, "settings": {"jax_enable_x64": False},
     "environment": {"XLA_FLAGS": "--xla_a=1 --xla_b", "JAX_A": "3", "JAX_DIR": "/a"},
     "devices": {"kind": "cpu", "count": 8}, "state": {"hash": "s", "sharding": "h", "params": 2},
-    "batches": {"hash": "b", "rows": 20, "seed": 3, "batch_size": {"0": 4}}, "stages": {"0": "loss"},
-    "arguments": {"last_step": 6, "batch_sharding": "d", "checkpoint_dir": "/a"}, "lanes": None, "programs": [PROGRAM],
+    "batches": {"hash": "b", "rows": 20, "seed": 3, "batch_size": {"0": 4}},
+    "stages": {"0": "loss"},
+    "arguments": {"last_step": 6, "batch_sharding": "d", "checkpoint_dir": "/a"}, "lanes": None,
+    "programs": [PROGRAM],
 }  # fmt: skip
 START = {
-    "setup": SETUP, "config": {"lr": 0.1, "steps": 6, "out": "/a", "token": "(not recorded)"}, "commit": "1" * 40,
-    "edits": None,
+    "setup": SETUP, "config": {"lr": 0.1, "steps": 6, "out": "/a", "token": "(not recorded)"},
+    "commit": "1" * 40, "edits": None,
 }  # fmt: skip
 
 
@@ -59,21 +63,27 @@ CASES = [
     (of("environment", XLA_FLAGS="--xla_b --xla_a=1"), [], [], []),
     (
         of("environment", XLA_FLAGS="--xla_a=2 --xla_b --xla_dump_to=d"),
-        ["XLA_FLAGS --xla_a: 1 before, 2 now"], [], ["XLA_FLAGS --xla_dump_to: absent before, d now"],
+        ["XLA_FLAGS --xla_a: 1 before, 2 now"], [],
+        ["XLA_FLAGS --xla_dump_to: absent before, d now"],
     ),
     (of("batches", hash="c"), ["batches: the definition differs"], [], []),
-    (of("batches", batch_size={"0": 4, "9": 8}), ["batches: batch_size[9]: absent before, 8 now"], [], []),
+    (of("batches", batch_size={"0": 4, "9": 8}),
+     ["batches: batch_size[9]: absent before, 8 now"], [], []),
     (of("stages", **{"9": "l"}), [], [], ["the stage from step 9: absent before, l now"]),
-    (of("arguments", last_step=9, checkpoint_dir="/b"), [], [], ["train: last_step: 6 before, 9 now"]),
+    (of("arguments", last_step=9, checkpoint_dir="/b"),
+     [], [], ["train: last_step: 6 before, 9 now"]),
     (program(hash="p", batch=["y"]), [], [], ['batch: ["0/x: float32[4]"] before, ["y"] now']),
-    (program(batch=["x"]), [], [], ['batch: ["0/x: float32[4]"] before, ["x"] now']),  # other rows, other traces
+    # Other rows, other traces.
+    (program(batch=["x"]), [], [], ['batch: ["0/x: float32[4]"] before, ["x"] now']),
     (program(hyperparameters={}), [TRACED], [], []),
     (
-        program(hyperparameters={"learning_rate": 0.30000001192092896}),  # of float32, in its own digits
+        # Of float32, in its own digits.
+        program(hyperparameters={"learning_rate": 0.30000001192092896}),
         ["learning_rate: 0.1 before, 0.3 now", TRACED], [], [],
     ),
     (
-        program(hyperparameters={"learning_rate": 0.10000000149011612}),  # unless these are those of the other
+        # Unless these are those of the other.
+        program(hyperparameters={"learning_rate": 0.10000000149011612}),
         ["learning_rate: 0.1 before, 0.10000000149011612 now", TRACED], [], [],
     ),
     (program(hash=None), [TRACED], [], []),
@@ -89,7 +99,8 @@ CASES = [
      [], [], ["train: last_step: 6 before, 9 now"]),
     (of("arguments", last_step=9) | {"config": START["config"] | {"augment": 9}},
      ["config: augment: absent before, 9 now"], [], ["train: last_step: 6 before, 9 now"]),
-    (of("arguments", checkpoint_dir="runs/a") | {"config": START["config"] | {"logs": "runs/a/logs", "logdir": "x"}},
+    (of("arguments", checkpoint_dir="runs/a")
+     | {"config": START["config"] | {"logs": "runs/a/logs", "logdir": "x"}},
      [], [], []),
     (changed("commit", to="2" * 40), [], ["code: commit 11111111 before, commit 22222222 now"], []),
     (changed("edits", to="a"),
@@ -107,7 +118,10 @@ def test_the_lines_about_two_starts(other, bits, place, others):
 
 
 def test_optimizers_are_named_in_the_words_of_the_caller():
-    a, b = (changed("setup", "programs", to=[PROGRAM | {"hash": name, "optimizer": name}]) for name in ("sgd", "adam"))
+    a, b = (
+        changed("setup", "programs", to=[PROGRAM | {"hash": name, "optimizer": name}])
+        for name in ("sgd", "adam")
+    )
     assert changes(a, b).bits == [f"{TRACED} (sgd before, adam now)"]
     assert changes(a, b, PAIR_WORDS).bits == [f"{TRACED} (sgd in A, adam in B)"]
 
@@ -123,7 +137,9 @@ def test_another_step_is_also_named_where_its_trace_may_differ_for_another_reaso
 
 
 def test_values_are_shown_as_json_where_texts_would_be_equal():
-    assert changes(START, changed("config", "lr", to="0.1")).bits == ['config: lr: 0.1 before, "0.1" now']
+    assert changes(START, changed("config", "lr", to="0.1")).bits == [
+        'config: lr: 0.1 before, "0.1" now'
+    ]
     (line,) = changes(START, changed("config", "lr", to="a" * 100)).bits
     assert line == f"config: lr: 0.1 before, {'a' * 79}… now"
     assert not same(1, True)
@@ -132,13 +148,21 @@ def test_values_are_shown_as_json_where_texts_would_be_equal():
 
 
 def test_an_option_is_an_argument_only_by_its_name():
-    before = of("arguments", steps_per_call=1) | {"config": {"augment": 1, "steps_per_call": 1, "train/last_step": 6}}
-    now = of("arguments", steps_per_call=4) | {"config": {"augment": 4, "steps_per_call": 4, "train/last_step": 6}}
-    assert changes(before, now).lines == ["config: augment: 1 before, 4 now", "train: steps_per_call: 1 before, 4 now"]
+    before = of("arguments", steps_per_call=1) | {
+        "config": {"augment": 1, "steps_per_call": 1, "train/last_step": 6}
+    }
+    now = of("arguments", steps_per_call=4) | {
+        "config": {"augment": 4, "steps_per_call": 4, "train/last_step": 6}
+    }
+    assert changes(before, now).lines == [
+        "config: augment: 1 before, 4 now",
+        "train: steps_per_call: 1 before, 4 now",
+    ]
 
 
 def test_other_values_of_ten_thousand_hyperparameters_are_one_optimizer():
-    """A stranger's setup has as many as fit into its bytes: one pass for each of them would take a minute."""
+    """A stranger's setup has as many as fit into its bytes: one pass for each of them would take a
+    minute."""
     starts = []
     for shift in (0.0, 1.0):
         values = {f"part{i}/rate{i}": i + shift for i in range(10_000)}
@@ -147,5 +171,7 @@ def test_other_values_of_ten_thousand_hyperparameters_are_one_optimizer():
     assert TRACED in changes(*starts).bits
     # Another optimizer is named, also if it has the same values.
     other = copy.deepcopy(starts[1])
-    other["setup"]["programs"][0]["optimizer"] = starts[1]["setup"]["programs"][0]["optimizer"].replace("chain", "sum")
+    other["setup"]["programs"][0]["optimizer"] = starts[1]["setup"]["programs"][0][
+        "optimizer"
+    ].replace("chain", "sum")
     assert f"{TRACED} (chain(rate0=0.0" in "".join(changes(starts[0], other).bits)

@@ -27,8 +27,8 @@ from jstep.record.starts import (
 from jstep.stores.owners import this_process
 
 GIVEN = {
-    "run": "0a1b2c3d", "process": this_process(), "began": 100.0, "now": 100.0, "seconds": {}, "config": {"lr": 0.1},
-    "step": None, "copied": False, "saved": [], "end": None,
+    "run": "0a1b2c3d", "process": this_process(), "began": 100.0, "now": 100.0, "seconds": {},
+    "config": {"lr": 0.1}, "step": None, "copied": False, "saved": [], "end": None,
 }  # fmt: skip
 
 
@@ -48,9 +48,18 @@ def test_a_start_is_a_file_that_is_replaced_as_a_whole(tmp_path):
     file.write({"values": {"loss": "nan"}, "best": {"loss": [0.5, 3, "/a/best-3"]}})
     file.write_setup({"step": 0})
     (start,) = read_starts(str(tmp_path))["model"]
-    assert (start["step"], start["number"], start["best"]) == ([0, 5], 1, {"loss": [0.5, 3, "/a/best-3"]})
+    assert (start["step"], start["number"], start["best"]) == (
+        [0, 5],
+        1,
+        {"loss": [0.5, 3, "/a/best-3"]},
+    )
     assert start["values"]["loss"] != start["values"]["loss"]
-    assert (start["problem"], start["setup"], start["argv"], start["exception"]) == ("", {}, [], None)
+    assert (start["problem"], start["setup"], start["argv"], start["exception"]) == (
+        "",
+        {},
+        [],
+        None,
+    )
     assert load_setup(str(tmp_path), start)["setup"] == {"step": 0}
     assert files(tmp_path) == ["model.000001.card.json", "model.000001.json"]
     file.close()
@@ -62,7 +71,10 @@ def test_numbers_are_exclusive_and_prefixes_apart(tmp_path):
     each = [start_file(tmp_path) for _ in range(3)] + [start_file(tmp_path, "model.000002")]
     together = [StartFile(str(tmp_path), "model", [], GIVEN) for _ in range(2)]
     assert [file.fields["number"] for file in [*each, *together]] == [1, 2, 3, 1, 4, 5]
-    assert {name: len(found) for name, found in read_starts(str(tmp_path)).items()} == {"model": 5, "model.000002": 1}
+    assert {name: len(found) for name, found in read_starts(str(tmp_path)).items()} == {
+        "model": 5,
+        "model.000002": 1,
+    }
 
 
 def test_a_large_config_is_beside_the_setup(tmp_path):
@@ -75,11 +87,17 @@ def test_a_large_config_is_beside_the_setup(tmp_path):
     assert (start["config"], load_setup(str(tmp_path), start)["setup"]) == (config, {"step": 1})
     (tmp_path / "starts/model.000001.card.json").write_text("[")
     (start,) = read_starts(str(tmp_path))["model"]
-    assert (start["config"], load_setup(str(tmp_path), start)["setup"], start["problem"]) == (None, {}, "")
+    assert (start["config"], load_setup(str(tmp_path), start)["setup"], start["problem"]) == (
+        None,
+        {},
+        "",
+    )
 
 
 @pytest.mark.parametrize("what", ["makes", "writes"])
-def test_a_disk_that_is_full_is_one_warning_and_the_file_appears_later(what, tmp_path, monkeypatch, caplog):
+def test_a_disk_that_is_full_is_one_warning_and_the_file_appears_later(
+    what, tmp_path, monkeypatch, caplog
+):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -90,9 +108,8 @@ def test_a_disk_that_is_full_is_one_warning_and_the_file_appears_later(what, tmp
         file.write_setup({"step": 3})
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "the record of this run cannot be written" in caplog.text
-    assert [start["problem"] for start in read_starts(str(tmp_path)).get("model", ())] == [NOT_WRITTEN] * (
-        what == "writes"
-    )
+    problems = [start["problem"] for start in read_starts(str(tmp_path)).get("model", ())]
+    assert problems == [NOT_WRITTEN] * (what == "writes")
     file.write({"step": [0, 2]})
     (start,) = read_starts(str(tmp_path))["model"]
     assert (start["step"], load_setup(str(tmp_path), start)["setup"]) == ([0, 2], {"step": 3})
@@ -122,7 +139,10 @@ def test_a_later_start_adds_the_end_of_a_killed_one(tmp_path):
     start_file(tmp_path, step=[0, 5], config={str(i): "x" * 100 for i in range(100)})
     before = json.loads((tmp_path / "starts/model.000001.json").read_text())
     start_file(tmp_path).end_earlier(1, ["killed", "why"])
-    assert json.loads((tmp_path / "starts/model.000001.json").read_text()) == {**before, "end": ["killed", "why"]}
+    assert json.loads((tmp_path / "starts/model.000001.json").read_text()) == {
+        **before,
+        "end": ["killed", "why"],
+    }
 
 
 PROGRAM = """
@@ -156,7 +176,10 @@ def test_twenty_sigkills_tear_no_file(tmp_path):
     ("change", "problem"),
     [
         ({"version": 3}, "has version=3, and this jstep reads 2: update jstep"),
-        ({"version": 1}, "has version=1, and this jstep reads 2: it is older than the first release"),
+        (
+            {"version": 1},
+            "has version=1, and this jstep reads 2: it is older than the first release",
+        ),
         ({"version": "1"}, "has version='1', and this"),
         ({"number": 2}, "another prefix or number"),
         ({"prefix": "best"}, "another prefix or number"),
@@ -193,7 +216,11 @@ def test_an_empty_file_is_a_start_that_could_not_be_written(tmp_path):
         (tmp_path / f"starts/model.{number:06d}.json").write_bytes(content)
     (tmp_path / "starts/.model.000001.json.abc.tmp").write_text("{")
     found = read_starts(str(tmp_path))["model"]
-    assert [(start["number"], start["problem"]) for start in found] == [(1, ""), (2, NOT_WRITTEN), (3, NOT_WRITTEN)]
+    assert [(start["number"], start["problem"]) for start in found] == [
+        (1, ""),
+        (2, NOT_WRITTEN),
+        (3, NOT_WRITTEN),
+    ]
     assert start_file(tmp_path).fields["number"] == 4
 
 
@@ -230,7 +257,8 @@ def test_a_copy_is_known_by_the_run_of_its_original(tmp_path):
 def test_threads_write_what_they_know_together(tmp_path):
     file = start_file(tmp_path)
     each = [
-        threading.Thread(target=lambda i=i: file.write({"values": {"loss": i}, "edits": str(i)})) for i in range(20)
+        threading.Thread(target=lambda i=i: file.write({"values": {"loss": i}, "edits": str(i)}))
+        for i in range(20)
     ]
     for thread in each:
         thread.start()
@@ -253,23 +281,48 @@ def test_what_is_no_record(tmp_path, caplog):
 
 
 def test_numbers_are_written_as_numbers_and_one_value_that_is_not_valid_takes_only_itself(tmp_path):
-    values = {"ok": True, "count": 3, "loss": float("nan"), "text": "x", "many": [1], "huge": 10**400}
-    file = start_file(tmp_path, values=values, mfu=-1.0, stalls=["x"], best={"a": [1, 2, "/a/best-2"], "b": [1, 2]})
+    values = {
+        "ok": True,
+        "count": 3,
+        "loss": float("nan"),
+        "text": "x",
+        "many": [1],
+        "huge": 10**400,
+    }
+    file = start_file(
+        tmp_path,
+        values=values,
+        mfu=-1.0,
+        stalls=["x"],
+        best={"a": [1, 2, "/a/best-2"], "b": [1, 2]},
+    )
     raw = json.loads((tmp_path / "starts/model.000001.json").read_text())
     assert raw["values"] == {"ok": 1.0, "count": 3.0, "loss": "nan"}
-    assert (raw["best"], "mfu" in raw, "stalls" in raw) == ({"a": [1.0, 2, "/a/best-2"]}, False, False)
+    assert (raw["best"], "mfu" in raw, "stalls" in raw) == (
+        {"a": [1.0, 2, "/a/best-2"]},
+        False,
+        False,
+    )
     (start,) = read_starts(str(tmp_path))["model"]
-    assert (start["problem"], start["mfu"], start["stalls"], list(start["values"])) == ("", None, [], [*raw["values"]])
+    assert (start["problem"], start["mfu"], start["stalls"], list(start["values"])) == (
+        "",
+        None,
+        [],
+        [*raw["values"]],
+    )
     file.write({"values": {"ok": False}})
     path = tmp_path / "starts/model.000001.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "values": {"ok": True, "x": "y"}}))  # as of 0.4
+    # As version 0.4 wrote it.
+    path.write_text(json.dumps({**json.loads(path.read_text()), "values": {"ok": True, "x": "y"}}))
     assert read_starts(str(tmp_path))["model"][0]["values"] == {"ok": 1.0}
 
 
 def test_a_null_inside_of_a_field_is_not_known(tmp_path):
     start_file(tmp_path, step=[0, 1], seconds={"stepping": 1.0})
     path = tmp_path / "starts/model.000001.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "process": {**GIVEN["process"], "pid": None}}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "process": {**GIVEN["process"], "pid": None}})
+    )
     (found,) = read_starts(str(tmp_path))["model"]
     assert (found["problem"], goodput_of_starts([found]).steps) == ("", 1)
 
@@ -277,7 +330,11 @@ def test_a_null_inside_of_a_field_is_not_known(tmp_path):
 def test_names_are_exact(tmp_path):
     start_file(tmp_path)
     data = (tmp_path / "starts/model.000001.json").read_bytes()
-    for name in ("model.0000001.json", "model.\u0660\u0660\u0660\u0660\u0660\u0661.json", "model.000001.json.json"):
+    for name in (
+        "model.0000001.json",
+        "model.\u0660\u0660\u0660\u0660\u0660\u0661.json",
+        "model.000001.json.json",
+    ):
         (tmp_path / "starts" / name).write_bytes(data)
     assert [start["number"] for start in read_starts(str(tmp_path))["model"]] == [1]
     for number in (10**6, 10**7):
@@ -286,7 +343,14 @@ def test_names_are_exact(tmp_path):
 
 
 def test_a_start_has_less_than_20_kilobytes(tmp_path):
-    what = {"time": 1e9, "step": 3, "part": "waiting", "stalled": 100.0, "what": "\u63d0" * 100, "process": 0}
+    what = {
+        "time": 1e9,
+        "step": 3,
+        "part": "waiting",
+        "stalled": 100.0,
+        "what": "\u63d0" * 100,
+        "process": 0,
+    }
     file = start_file(tmp_path, stalls=[what | {"step": i} for i in range(100)])
     assert 0 < os.path.getsize(tmp_path / "starts/model.000001.json") < 20_000
     (start,) = read_starts(str(tmp_path))["model"]
@@ -300,7 +364,9 @@ def test_a_start_has_less_than_20_kilobytes(tmp_path):
 def test_the_end_is_written_where_the_disk_has_become_full(tmp_path, monkeypatch):
     file = start_file(tmp_path, step=[0, 5])
     size = os.path.getsize(tmp_path / "starts/model.000001.json")
-    monkeypatch.setattr(starts, "replace_file", raising(OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(
+        starts, "replace_file", raising(OSError(errno.ENOSPC, "No space left on device"))
+    )
     file.write({"step": [0, 9]})
     file.close({"end": ["failed", "\u63d0" * 1000]})
     (start,) = read_starts(str(tmp_path))["model"]

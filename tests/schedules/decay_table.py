@@ -8,7 +8,9 @@ import reference
 import jstep
 
 LAST = 2**31 - 1
-EDGES = [0, 1, 2, 9, 10, 11, 99, 100, 101, 2**24 - 1, 2**24, 2**24 + 1, 2**24 + 3, 2**30, LAST - 1, LAST]
+EDGES = [
+    0, 1, 2, 9, 10, 11, 99, 100, 101, 2**24 - 1, 2**24, 2**24 + 1, 2**24 + 3, 2**30, LAST - 1, LAST,
+]  # fmt: skip
 
 # Name → function, in jstep and in the reference, and its arguments after decay_steps.
 CASES = {

@@ -53,7 +53,8 @@ def test_linear_warmup_multiplies_the_schedule_at_the_same_step():
 
 @pytest.mark.parametrize("start", [0, 1, 1000, 2**24 + 1, LAST])
 def test_shift_starts_at_its_start_step(start):
-    shifted = jstep.shift(lambda step: step, start)  # integers are passed through, so that the comparison is bitwise
+    # Integers are passed through, so that the comparison is bitwise.
+    shifted = jstep.shift(lambda step: step, start)
     for step in (0, 1, start - 1, start, start + 1, 2**24 + 3, LAST):
         if 0 <= step <= LAST:
             assert int(shifted(step)) == max(0, step - start)
@@ -64,7 +65,10 @@ def test_shift_starts_at_its_start_step(start):
 @example([2**24, 2**24 + 1, LAST])
 def test_join_gives_each_part_a_step_counter_of_its_own(boundaries):
     """Part i returns i plus a fraction that encodes the last digits of its local step."""
-    parts = [lambda step, i=i: i + (step % 1000).astype(jnp.float32) / 1024 for i in range(len(boundaries) + 1)]
+    parts = [
+        lambda step, i=i: i + (step % 1000).astype(jnp.float32) / 1024
+        for i in range(len(boundaries) + 1)
+    ]
     schedule = jstep.join(parts, boundaries)
     for step in {0, *boundaries, *(b - 1 for b in boundaries), LAST}:
         i = sum(b <= step for b in boundaries)
@@ -110,7 +114,8 @@ def test_arguments_of_schedules_may_be_traced():
 def test_values_of_pieces_may_be_traced():
     found = jax.jit(lambda rate: jstep.piecewise_constant([3], [rate, 0.5])(np.array([3, 4])))(0.25)
     assert (found.tolist(), found.dtype) == ([0.25, 0.5], jnp.float32)
-    assert jax.jit(lambda rate: jstep.piecewise_constant([], [rate])(np.array([3, 4])))(0.25).tolist() == [0.25, 0.25]
+    rates = jax.jit(lambda rate: jstep.piecewise_constant([], [rate])(np.array([3, 4])))(0.25)
+    assert rates.tolist() == [0.25, 0.25]
 
 
 def test_traced_steps_of_other_dtypes_do_not_wrap_around():
@@ -122,6 +127,8 @@ def test_traced_steps_of_other_dtypes_do_not_wrap_around():
 def test_plain_numbers_are_one_table():
     def inputs(count):
         schedule = jstep.piecewise_constant([*range(count)], [0.5] * (count + 1))
-        return max(len(operation.invars) for operation in jax.make_jaxpr(schedule)(jnp.int32(3)).eqns)
+        return max(
+            len(operation.invars) for operation in jax.make_jaxpr(schedule)(jnp.int32(3)).eqns
+        )
 
     assert inputs(300) == inputs(3)

@@ -1,4 +1,5 @@
-"""Schedules, compared with exact quotients (tests/reference.py), for steps of all sizes and around every edge."""
+"""Schedules, compared with exact quotients (tests/reference.py), for steps of all sizes and around
+every edge."""
 
 import math
 from fractions import Fraction
@@ -24,7 +25,9 @@ from jstep.schedules import arithmetic
         "linear_cosine-periods-1",
     ]
 )
-@pytest.mark.parametrize("decay_steps", [1, 10, 1000, 100_000, 2**24 + 1, LAST, 2.5, 1000.5, 1234.125, 3e9, 1e12])
+@pytest.mark.parametrize(
+    "decay_steps", [1, 10, 1000, 100_000, 2**24 + 1, LAST, 2.5, 1000.5, 1234.125, 3e9, 1e12]
+)
 @pytest.mark.parametrize("name", DECAYS)
 def test_decays_at_the_edges(name, decay_steps):
     make, expected = DECAYS[name]
@@ -71,7 +74,15 @@ def test_schedules_agree_for_python_numpy_jax_and_traced_steps(name):
     value = schedule(n)
     assert value.shape == ()
     assert value.dtype == jnp.float32
-    for step in (np.int32(n), np.int64(n), np.uint8(n), np.array(n), jnp.int32(n), jnp.uint32(n), jnp.int16(n)):
+    for step in (
+        np.int32(n),
+        np.int64(n),
+        np.uint8(n),
+        np.array(n),
+        jnp.int32(n),
+        jnp.uint32(n),
+        jnp.int16(n),
+    ):
         again = schedule(step)
         assert again.dtype == jnp.float32
         assert float(again) == float(value)
@@ -132,7 +143,9 @@ def test_decays_reach_zero_exactly_at_their_end(length):
     wave = jstep.cosine_decay(1.0, length)
     assert float(wave(length)) == 0.0
     # sin²(π/2n); all digits are lost in (1 + cos π(1 − 1/n))/2.
-    assert float(wave(length - 1)) == pytest.approx(math.sin(math.pi / 2 / length) ** 2, rel=1e-5, abs=1e-37)
+    assert float(wave(length - 1)) == pytest.approx(
+        math.sin(math.pi / 2 / length) ** 2, rel=1e-5, abs=1e-37
+    )
 
 
 @examples(40)
@@ -188,11 +201,20 @@ def test_a_period_below_a_step_with_many_digits():
     expected = [float(step / length % 1) for step in steps]
     np.testing.assert_allclose(periods.fraction, expected, atol=1e-3)
     np.testing.assert_allclose(periods.remaining, 1 - np.array(expected), atol=1e-3)
-    assert float(arithmetic.divide_steps(jnp.int32(1), Fraction(1, 10**12)).whole) == pytest.approx(2**31)
+    whole = arithmetic.divide_steps(jnp.int32(1), Fraction(1, 10**12)).whole
+    assert float(whole) == pytest.approx(2**31)
 
 
 def test_a_rate_of_decay_may_be_traced_or_zero():
     for staircase, exponents in ((False, [0.0, 0.5, 1.0, 2.5]), (True, [0.0, 0.0, 1.0, 2.0])):
-        found = jax.jit(lambda rate, s=staircase: jstep.exponential_decay(3.0, 10, rate, s)(np.array([0, 5, 10, 25])))
+        found = jax.jit(
+            lambda rate, s=staircase: jstep.exponential_decay(3.0, 10, rate, s)(
+                np.array([0, 5, 10, 25])
+            )
+        )
         np.testing.assert_allclose(found(0.25), 3 * 0.25 ** np.array(exponents), rtol=1e-6)
-        assert jstep.exponential_decay(3.0, 10, 0.0, staircase)(np.array([0, 5, 10])).tolist() == [3, 3 * staircase, 0]
+        assert jstep.exponential_decay(3.0, 10, 0.0, staircase)(np.array([0, 5, 10])).tolist() == [
+            3,
+            3 * staircase,
+            0,
+        ]

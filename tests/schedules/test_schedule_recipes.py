@@ -1,4 +1,5 @@
-"""Schedules of modern recipes, compared with their references and with exact quotients, also beyond 2^24."""
+"""Schedules of modern recipes, compared with their references and with exact quotients, also beyond
+2^24."""
 
 import copy
 import math
@@ -18,7 +19,9 @@ BIG = [2**24 + 1, 2**30 + 1, LAST - 5]
 
 
 def close(found: object, expected: object) -> None:
-    np.testing.assert_allclose(np.asarray(found, np.float64), np.asarray(expected, np.float64), rtol=3e-6, atol=1e-7)
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), np.asarray(expected, np.float64), rtol=3e-6, atol=1e-7
+    )
 
 
 @pytest.mark.thorough
@@ -28,14 +31,19 @@ def test_linear_and_warmup_cosine_match_optax() -> None:
     close(jstep.linear(0.1, 0.9, 33)(STEPS), jax.vmap(expected_schedule)(STEPS))
     for warm in (0, 10):
         expected_schedule = optax.warmup_cosine_decay_schedule(0.01, 0.3, warm, 110, 0.002)
-        close(jstep.warmup_cosine_decay(0.3, warm, 110, 0.01, 0.002)(STEPS), jax.vmap(expected_schedule)(STEPS))
+        close(
+            jstep.warmup_cosine_decay(0.3, warm, 110, 0.01, 0.002)(STEPS),
+            jax.vmap(expected_schedule)(STEPS),
+        )
 
 
 @pytest.mark.thorough(except_for=["0.005-linear", "0.3-cos", "1.0-cos"])
 @pytest.mark.parametrize(("share", "anneal"), torch_rates.ONE_CYCLE)
 def test_one_cycle_matches_torch(share: float, anneal: str) -> None:
     rates = torch_rates.stored(f"one_cycle {share} {anneal}")
-    schedule = jax.jit(jstep.one_cycle(0.7, torch_rates.COUNT, share, final_div_factor=100, anneal=anneal))
+    schedule = jax.jit(
+        jstep.one_cycle(0.7, torch_rates.COUNT, share, final_div_factor=100, anneal=anneal)
+    )
     close(schedule(np.array([*range(torch_rates.COUNT), LAST])), [*rates, rates[-1]])
 
 
@@ -61,7 +69,9 @@ SHAPES = {
 
 @pytest.mark.thorough(except_for=["lengths4-linear"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("lengths", [(10, 20, 50), (0, 0, 50), (3, 4, 7), (1, 0, 1), (7, 2**24 + 1, 2**25 + 3)])
+@pytest.mark.parametrize(
+    "lengths", [(10, 20, 50), (0, 0, 50), (3, 4, 7), (1, 0, 1), (7, 2**24 + 1, 2**25 + 3)]
+)
 def test_warmup_stable_decay(shape: str, lengths: tuple[float, float, float]) -> None:
     warm, stable, down = map(Fraction, lengths)
     steps = [*STEPS, 2**24 - 1, 2**24 + 7, 2**24 + 8, 2**24 + 9, 2**25 + 2**24 + 10, LAST]
@@ -79,7 +89,10 @@ def test_warmup_stable_decay(shape: str, lengths: tuple[float, float, float]) ->
 def test_late_steps_are_exact(length: int) -> None:
     """A decay to 0 is not 0 one step before its end, and 0 at its end."""
     plateau = jstep.warmup_stable_decay(1.0, 3, length - 13, 10)
-    close([plateau(length - 10), plateau(length - 9), plateau(length - 1), plateau(length)], [1.0, 0.9, 0.1, 0.0])
+    close(
+        [plateau(length - 10), plateau(length - 9), plateau(length - 1), plateau(length)],
+        [1.0, 0.9, 0.1, 0.0],
+    )
     line = jstep.linear(1.0, 0.0, length)
     assert float(line(length - 1)) == pytest.approx(1 / length, rel=1e-6)
     assert float(line(length)) == 0.0
@@ -104,7 +117,10 @@ def test_triangles_do_not_drift(half: float) -> None:
 def test_inverse_sqrt_decay() -> None:
     schedule, w = jax.jit(jstep.inverse_sqrt_decay(0.7, 10)), 10
     steps = [*range(40), 2**24 + 1, LAST]
-    close(schedule(np.array(steps)), [0.7 * min(1, (n + 1) / w) * math.sqrt(w / max(n, w)) for n in steps])
+    close(
+        schedule(np.array(steps)),
+        [0.7 * min(1, (n + 1) / w) * math.sqrt(w / max(n, w)) for n in steps],
+    )
 
 
 def test_ademamix_schedules_count_updates_from_one() -> None:
@@ -115,8 +131,14 @@ def test_ademamix_schedules_count_updates_from_one() -> None:
         x, a, b = (n + 1) / length, math.log(first), math.log(last)
         return last if x >= 1 else min(math.exp(a * b / ((1 - x) * b + x * a)), last)
 
-    close(jax.jit(jstep.ademamix_beta3(first, last, length))(np.array(steps)), [beta3(n) for n in steps])
-    close(jax.jit(jstep.ademamix_alpha(5.0, length))(np.array(steps)), [min((n + 1) * 5 / length, 5) for n in steps])
+    close(
+        jax.jit(jstep.ademamix_beta3(first, last, length))(np.array(steps)),
+        [beta3(n) for n in steps],
+    )
+    close(
+        jax.jit(jstep.ademamix_alpha(5.0, length))(np.array(steps)),
+        [min((n + 1) * 5 / length, 5) for n in steps],
+    )
 
 
 STEP = jstep.create_global_step(3)
@@ -151,11 +173,14 @@ def test_steps_where_rates_belong_and_what_is_none() -> None:
 
 def test_the_repr_of_a_schedule_is_its_call() -> None:
     warm = jstep.linear_warmup(jstep.cosine_decay(0.5, 100), 7)
-    assert repr(warm) == "linear_warmup(cosine_decay(learning_rate=0.5, decay_steps=100), warmup_steps=7)"
+    assert repr(warm) == (
+        "linear_warmup(cosine_decay(learning_rate=0.5, decay_steps=100), warmup_steps=7)"
+    )
     unchanged = jstep.cosine_decay(0.5, decay_steps=100)
     assert jstep.linear_warmup(unchanged, 0) is unchanged
     assert repr(jstep.times(0.5, jstep.constant(2.0))) == "times(0.5, constant(2.0))"
     joined = jstep.join([0.1, jstep.shift(lambda step: 1.0, 3)], [50])
     assert repr(joined) == "join([0.1, shift(<lambda>, start_step=3)], boundaries=[50])"
-    assert eval(repr(warm), vars(jstep).copy() | {n: getattr(jstep, n) for n in jstep.__all__})(3) == warm(3)
+    names = vars(jstep).copy() | {n: getattr(jstep, n) for n in jstep.__all__}
+    assert eval(repr(warm), names)(3) == warm(3)
     assert copy.deepcopy(warm) is warm

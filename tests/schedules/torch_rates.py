@@ -9,24 +9,28 @@ import warnings
 
 PATH = pathlib.Path(__file__).with_suffix(".json")
 COUNT = 101
-ONE_CYCLE = [(share, anneal) for share in (0.0, 0.005, 0.25, 0.3, 0.333, 1.0) for anneal in ("cos", "linear")]
+ONE_CYCLE = [
+    (share, anneal) for share in (0.0, 0.005, 0.25, 0.3, 0.333, 1.0) for anneal in ("cos", "linear")
+]
 CYCLICAL = [(7, None), (7, 13), (5, 2)]
 CASES = {
     **{
-        f"one_cycle {share} {anneal}": lambda schedulers, optimizer, share=share, anneal=anneal: schedulers.OneCycleLR(
-            optimizer,
-            0.7,
-            COUNT,
-            pct_start=share,
-            anneal_strategy=anneal,
-            cycle_momentum=False,
-            final_div_factor=100,
+        f"one_cycle {share} {anneal}": lambda schedulers, optimizer, share=share, anneal=anneal: (
+            schedulers.OneCycleLR(
+                optimizer,
+                0.7,
+                COUNT,
+                pct_start=share,
+                anneal_strategy=anneal,
+                cycle_momentum=False,
+                final_div_factor=100,
+            )
         )
         for share, anneal in ONE_CYCLE
     },
     **{
-        f"cyclical {up} {down}": lambda schedulers, optimizer, up=up, down=down: schedulers.CyclicLR(
-            optimizer, 0.1, 0.7, up, down, cycle_momentum=False
+        f"cyclical {up} {down}": lambda schedulers, optimizer, up=up, down=down: (
+            schedulers.CyclicLR(optimizer, 0.1, 0.7, up, down, cycle_momentum=False)
         )
         for up, down in CYCLICAL
     },
@@ -57,7 +61,10 @@ def stored(name):
 
 def main():
     """Write the file, one line for each scheduler."""
-    lines = [f"{json.dumps(name)}: {json.dumps([float(f'{x:.9g}') for x in computed(name)])}" for name in CASES]
+    lines = [
+        f"{json.dumps(name)}: {json.dumps([float(f'{x:.9g}') for x in computed(name)])}"
+        for name in CASES
+    ]
     PATH.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 

@@ -14,7 +14,8 @@ AUTO = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
 
 def init():
-    """Parameters that `label` of the optimizer table splits into two groups: paths that end in a or x, and others."""
+    """Parameters that `label` of the optimizer table splits into two groups: paths that end in a or
+    x, and others."""
     return {
         "a": _mixed(16, 32) / 4,
         "bias": jnp.zeros(32),
@@ -70,4 +71,6 @@ def run(step, state, place=lambda batch: batch, steps=50):
 
 
 def assert_close(got, want, rtol=2e-4, atol=2e-5):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol, atol), got, want)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol, atol), got, want
+    )

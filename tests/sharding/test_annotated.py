@@ -46,7 +46,9 @@ def annotated(layout):
 def test_annotated_training_matches_one_device(name, layout, compilations, caplog):
     entry = TABLE[name]
     optimizer, steps = entry.make(entry.rate), min(entry.matching_steps or 6, 6)
-    reference_step = jstep.minimize(annotated(layout), optimizer, metrics=("grad_norm", "param_norm"))
+    reference_step = jstep.minimize(
+        annotated(layout), optimizer, metrics=("grad_norm", "param_norm")
+    )
     step = jstep.minimize(annotated(layout), optimizer, metrics=("grad_norm", "param_norm"))
     state = create(layout, optimizer)
     before, mesh = shardings(state), LAYOUTS[layout][0]
@@ -60,7 +62,10 @@ def test_annotated_training_matches_one_device(name, layout, compilations, caplo
         return
     want, metrics = run(reference_step, jstep.TrainState.create(init(), optimizer), steps=steps)
     assert_close((state.params, state.slots), (want.params, want.slots))
-    assert_close({key: got[key] for key in ("loss", "grad_norm")}, {key: metrics[key] for key in ("loss", "grad_norm")})
+    assert_close(
+        {key: got[key] for key in ("loss", "grad_norm")},
+        {key: metrics[key] for key in ("loss", "grad_norm")},
+    )
 
 
 @pytest.mark.thorough
@@ -69,19 +74,26 @@ def test_one_reduction_for_all_microbatches():
     mesh = LAYOUTS["data"][0]
     batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), data())
     batch = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P("data"))), batch
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P("data"))
+        ),
+        batch,
     )
 
     def loss_fn(params, x, y):
         h = jnp.tanh(jnp.einsum("bi,ij->bj", x, params["a"], out_sharding=P("data")))
         h = jnp.tanh(jnp.einsum("bi,ij->bj", h, params["deep"]["x"], out_sharding=P("data")))
-        return jnp.mean((jnp.einsum("bi,ji->bj", h, params["deep"]["y"].T, out_sharding=P("data")) - y) ** 2)
+        return jnp.mean(
+            (jnp.einsum("bi,ji->bj", h, params["deep"]["y"].T, out_sharding=P("data")) - y) ** 2
+        )
 
     optimizer = jstep.gradient_descent(0.1)
 
     def reduced_bytes(n, loss=loss_fn, **kwargs):
         step = jstep.minimize(loss, optimizer, num_microbatches=n, **kwargs)
-        return collectives(step.lower(create("data", optimizer), *batch).compile().as_text())["all-reduce"].bytes
+        return collectives(step.lower(create("data", optimizer), *batch).compile().as_text())[
+            "all-reduce"
+        ].bytes
 
     once = reduced_bytes(1)
     assert reduced_bytes(8) <= 1.1 * once
@@ -157,7 +169,9 @@ def params(mesh):
 
 def specs(tree):
     """Return the specs with one entry for each dimension, as JAX writes those of a program."""
-    return jax.tree.map(lambda leaf: P(*leaf.sharding.spec, *[None] * (leaf.ndim - len(leaf.sharding.spec))), tree)
+    return jax.tree.map(
+        lambda leaf: P(*leaf.sharding.spec, *[None] * (leaf.ndim - len(leaf.sharding.spec))), tree
+    )
 
 
 FUNCTIONS = {
@@ -170,7 +184,9 @@ FUNCTIONS = {
     "init_from_zeros": lambda tree: DEBIASED.init(params=tree),
     "apply": lambda tree: EMA.apply(tree, tree, 3),
     "apply_to_averages_of_the_host": lambda tree: EMA.apply(jax.device_get(tree), tree, 3),
-    "apply_to_averages_elsewhere": lambda tree: EMA.apply(jax.tree.map(jnp.asarray, jax.device_get(tree)), tree, 3),
+    "apply_to_averages_elsewhere": lambda tree: EMA.apply(
+        jax.tree.map(jnp.asarray, jax.device_get(tree)), tree, 3
+    ),
     "apply_by_names": lambda tree: DEBIASED.apply(num_updates=3, params=tree, averages=tree),
     "apply_updates_of_the_host": lambda tree: jstep.apply_updates(tree, jax.device_get(tree)),
 }
@@ -183,7 +199,8 @@ def test_results_are_sharded_like_the_tree(name, params):
 
 
 def test_a_path_of_a_tree_is_not_one_of_its_result(params):
-    """The clipped tree is the first of two results, whose paths are those of other leaves of this tree."""
+    """The clipped tree is the first of two results, whose paths are those of other leaves of this
+    tree."""
     tree = ((params["a"], params["b"]), params["c"])
     assert specs(jstep.clip_by_global_norm(tree, 1.0)[0]) == ((SPECS["a"], SPECS["b"]), SPECS["c"])
     assert specs(jstep.clip_by_value(tree, -1, 1)) == ((SPECS["a"], SPECS["b"]), SPECS["c"])

@@ -27,16 +27,21 @@ def test_data_parallel_has_only_one_reduction():
     (kind, shapes), *rest = collectives(step, state, jstep.shard_batch(data(), DATA))
     assert not rest
     assert kind == "all-reduce"
-    sizes = sorted(math.prod(map(int, re.findall(r"\d+", shape.removeprefix("f32")))) for shape in shapes)
+    sizes = sorted(
+        math.prod(map(int, re.findall(r"\d+", shape.removeprefix("f32")))) for shape in shapes
+    )
     assert sizes == sorted([*(leaf.size for leaf in jax.tree.leaves(state.params)), 1])
 
 
 def test_zero1_gathers_each_parameter_once():
     state = create("zero1", jstep.adam(0.1))
-    found = collectives(jstep.minimize(loss_fn, jstep.adam(0.1)), state, jstep.shard_batch(data(), DATA))
+    found = collectives(
+        jstep.minimize(loss_fn, jstep.adam(0.1)), state, jstep.shard_batch(data(), DATA)
+    )
     kinds = [kind for kind, _ in found]
     assert kinds.count("all-reduce") == 1
-    assert kinds.count("all-gather") == 4  # all parameters except the scalar, whose slots are replicated
+    # All parameters except the scalar, whose slots are replicated.
+    assert kinds.count("all-gather") == 4
     assert set(kinds) == {"all-reduce", "all-gather"}
 
 
@@ -46,4 +51,5 @@ def test_tensor_parallel_only_reduces():
     state = jstep.TrainState.create(init, optimizer, mesh=BOTH, param_specs=COLUMNS_AND_ROWS)
     found = collectives(jstep.minimize(loss_fn, optimizer), state, jstep.shard_batch(data(), BOTH))
     assert [kind for kind, _ in found] == ["all-reduce"] * 2
-    assert sorted(len(shapes) for _, shapes in found) == [1, 6]  # the rows of h @ x; the gradients and the loss
+    # The rows of h @ x, and the gradients with the loss.
+    assert sorted(len(shapes) for _, shapes in found) == [1, 6]

@@ -51,12 +51,16 @@ def state_of(make, optimizer, layout, types=AxisType.Auto, **options):
     split = layout[1]
     spec = P(None, *split) if make is stacked else P(*split)
     specs = [("*", spec)] if any(split) else None
-    return jstep.TrainState.create(make, optimizer, mesh=mesh_of(layout, types), param_specs=specs, **options)
+    return jstep.TrainState.create(
+        make, optimizer, mesh=mesh_of(layout, types), param_specs=specs, **options
+    )
 
 
 def compiled(step, state):
     program = step.lower(state, jnp.ones(8)).compile()
-    found = re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(", program.as_text())
+    found = re.findall(
+        r" (all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(", program.as_text()
+    )
     return program.cost_analysis()["flops"], collections.Counter(found)
 
 
@@ -72,7 +76,9 @@ def assert_same(got, want):
 
 def check_each_matrix_is_computed_once(layout, make, types):
     optimizer, undistributed = jstep.muon(1e-2), jstep.muon(1e-2, distribute=False)
-    flops, collectives = compiled(jstep.minimize(loss_fn, optimizer), state_of(make, optimizer, layout, types))
+    flops, collectives = compiled(
+        jstep.minimize(loss_fn, optimizer), state_of(make, optimizer, layout, types)
+    )
     assert flops < 1.3 * IDEAL
     assert sum(collectives.values()) <= 12
     assert_same(*(params_after(make, layout, types, one) for one in (optimizer, undistributed)))
@@ -97,7 +103,8 @@ def test_distribution_under_zero1():
     state = state_of(separate, optimizer, LAYOUTS["replicated"], slot_axis="data")
     flops, collectives = compiled(jstep.minimize(loss_fn, optimizer), state)
     assert flops < 1.3 * IDEAL
-    assert sum(collectives.values()) <= N + 12  # each parameter is gathered once, as under any ZeRO-1
+    # Each parameter is gathered once, as under any ZeRO-1.
+    assert sum(collectives.values()) <= N + 12
 
 
 def test_sharded_stacks_are_not_moved():
@@ -130,7 +137,9 @@ def test_partly_sharded_stacks_use_all_devices(sizes, spec, options, types):
             mesh=mesh_of((TWO, ()), types), param_specs=[("*", spec)], **options,
         )  # fmt: skip
         flops[distribute], collectives = compiled(jstep.minimize(loss_fn, optimizer), state)
-        new[distribute] = jax.device_get(jstep.minimize(loss_fn, optimizer)(state, jnp.ones(8))[0].params)
+        new[distribute] = jax.device_get(
+            jstep.minimize(loss_fn, optimizer)(state, jnp.ones(8))[0].params
+        )
         assert sum(collectives.values()) <= 12
     rounds = -(-sum(sizes) // 8)
     assert flops[True] < 1.2 * rounds * 8 / N * IDEAL

@@ -11,7 +11,9 @@ from optimizer_table import TABLE
 from processes import start, wait_for
 
 KINDS = ("dp", "zero1", "fsdp")
-PLACES = [f"{kind}:{n}:{axes}" for axes in ("auto", "explicit") for kind in KINDS for n in (1, 2, 4, 8)]
+PLACES = [
+    f"{kind}:{n}:{axes}" for axes in ("auto", "explicit") for kind in KINDS for n in (1, 2, 4, 8)
+]
 FEW = ["none", "dp:2", "zero1:4:explicit", "fsdp:8"]
 
 
@@ -23,8 +25,14 @@ def assert_equal(*cases, timeout=900):
 @pytest.mark.thorough(except_for=["8"])
 @pytest.mark.parametrize("lanes", [8, None])
 def test_on_one_device_and_on_eight(lanes):
-    """In this process, with fewer optimizations; the control without lanes differs, so that this test can fail."""
-    case = {"model": "tiny", "optimizer": "momentum", "options": {"lanes": lanes, "metrics": ["grad_norm"]}, "steps": 1}
+    """In this process, with fewer optimizations; the control without lanes differs, so that this
+    test can fail."""
+    case = {
+        "model": "tiny",
+        "optimizer": "momentum",
+        "options": {"lanes": lanes, "metrics": ["grad_norm"]},
+        "steps": 1,
+    }
     (found,) = main([case | {"places": ["none", "fsdp:8:explicit"]}])
     assert bool(differing(found)) == (lanes is None)
 
@@ -33,11 +41,19 @@ def test_on_one_device_and_on_eight(lanes):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", ["mlp", "transformer", "conv"])
 def test_every_layout(model, dtype):
-    """20 steps: no mesh, data parallel, ZeRO-1, FSDP on 1 to 8 devices, and rows on two mesh axes."""
+    """20 steps: no mesh, data parallel, ZeRO-1, FSDP on 1 to 8 devices, and rows on two mesh
+    axes."""
     optimizer = "adamw" if dtype == "float32" else "master"
     options = {} if model == "conv" else {"rng": True}
     places = ["none", *PLACES, "two:8", "two:4:explicit"]
-    case = {"model": model, "dtype": dtype, "optimizer": optimizer, "steps": 20, "options": options, "places": places}
+    case = {
+        "model": model,
+        "dtype": dtype,
+        "optimizer": optimizer,
+        "steps": 20,
+        "options": options,
+        "places": places,
+    }
     assert_equal(case)
 
 
@@ -50,7 +66,13 @@ OPTIONS = {
     "several losses": {"several": True, "has_aux": True, "rng": True},
     "var_list": {"var_list": "deep/*"},
     "more lanes than devices": {"lanes": 32},
-    "everything": {"num_microbatches": 2, "weighted": True, "has_aux": True, "sharpness": 0.05, "rng": True},
+    "everything": {
+        "num_microbatches": 2,
+        "weighted": True,
+        "has_aux": True,
+        "sharpness": 0.05,
+        "rng": True,
+    },
 }
 OPTIMIZERS = {
     "averages": {"use_averages": True},
@@ -68,7 +90,14 @@ def test_every_option(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_wrappers_and_foreign_optimizers(name):
-    assert_equal({"optimizer": name, "steps": 6, "options": OPTIMIZERS[name], "places": [*FEW, "fsdp:8:explicit"]})
+    assert_equal(
+        {
+            "optimizer": name,
+            "steps": 6,
+            "options": OPTIMIZERS[name],
+            "places": [*FEW, "fsdp:8:explicit"],
+        }
+    )
 
 
 @pytest.mark.thorough
@@ -81,7 +110,8 @@ def test_every_optimizer(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"num_microbatches": 2}], ids=["plain", "microbatches"])
 def test_runs_that_are_cut_and_continued_elsewhere(options):
-    """The states and the logs of fingerprints, with 1, 3 and "auto" steps per call, which is another program."""
+    """The states and the logs of fingerprints, with 1, 3 and "auto" steps per call, which is
+    another program."""
     runs = {
         "one device": [["none", 1, 12]],
         "three steps a call": [["none", 3, 12]],
@@ -113,7 +143,7 @@ for layout in ("none", "data", "zero1", "fsdp") if count == 1 else ("data", "zer
         found = jstep.evaluator(metrics, sets, lanes=8, batch_sharding=rows)(state)
         print("evaluated", found["loss"].hex(), found["each"].hex())
     print("bits", hashlib.md5(weights(state).encode()).hexdigest())
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.thorough
@@ -123,6 +153,8 @@ def test_two_processes(monkeypatch):
     for count in (1, 2):
         done = wait_for(start(SCRIPT, count, "unused"), timeout=300)
         assert all(one.code == 0 for one in done), done[0].err
-        found += [line for line in done[0].out.splitlines() if line.startswith(("bits", "evaluated"))]
+        found += [
+            line for line in done[0].out.splitlines() if line.startswith(("bits", "evaluated"))
+        ]
     assert len(found) == 13
     assert len(set(found)) == 2

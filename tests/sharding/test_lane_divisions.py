@@ -1,4 +1,5 @@
-"""Losses and optimizers that divide several times by one value: XLA may then multiply by its inverse, or not."""
+"""Losses and optimizers that divide several times by one value: XLA may then multiply by its
+inverse, or not."""
 
 import functools
 
@@ -45,7 +46,9 @@ def by_an_equal_scalar(p, x, y):
     def size():
         return jnp.max(jnp.abs(x)) + 0.3
 
-    return jnp.mean((jnp.tanh(x / size() @ (p["w"] / size())) @ (p["v"] / size()) - y / size()) ** 2)
+    return jnp.mean(
+        (jnp.tanh(x / size() @ (p["w"] / size())) @ (p["v"] / size()) - y / size()) ** 2
+    )
 
 
 def contrastive(p, x, y):
@@ -79,7 +82,8 @@ def everything(p, x, y):
 
 
 def divide(updates, count, params):
-    """Divide each leaf by a value that is computed anew, equal for all leaves, and by one of each row."""
+    """Divide each leaf by a value that is computed anew, equal for all leaves, and by one of each
+    row."""
 
     def leaf(g, p):
         size = jnp.sqrt(jnp.asarray(count + 1, jnp.float32)) + 0.7
@@ -100,9 +104,13 @@ def trained(loss, optimizer, devices, spec, steps=2):
     step, batch = jstep.minimize(loss, optimizer, lanes=8), (X, Y)
     state = jstep.TrainState.create(jax.tree.map(jnp.array, PARAMS), optimizer)
     if devices:
-        mesh = jax.make_mesh((devices,), ("data",), (AxisType.Auto,), devices=jax.devices()[:devices])
+        mesh = jax.make_mesh(
+            (devices,), ("data",), (AxisType.Auto,), devices=jax.devices()[:devices]
+        )
         batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
-        state = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec if x.ndim else P())), state)
+        state = jax.tree.map(
+            lambda x: jax.device_put(x, NamedSharding(mesh, spec if x.ndim else P())), state
+        )
     for _ in range(steps):
         state, _ = step(state, *batch)
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state.params)]

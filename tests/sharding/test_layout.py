@@ -35,7 +35,8 @@ def test_bytes_on_each_device():
 
 @pytest.mark.thorough
 def test_create_on_a_mesh_never_holds_the_full_state(monkeypatch):
-    """Outputs and temporaries of the program that creates it take about an eighth of the state per device."""
+    """Outputs and temporaries of the program that creates it take about an eighth of the state per
+    device."""
 
     def big():
         keys = jax.random.split(jax.random.key(0), 4)
@@ -44,7 +45,9 @@ def test_create_on_a_mesh_never_holds_the_full_state(monkeypatch):
     program, original = {}, jstep.state.sharding.build
 
     def recording_build(make, place, *given, **options):
-        compiled = jax.jit(make, out_shardings=place(jax.eval_shape(make, *given))).lower(*given).compile()
+        compiled = (
+            jax.jit(make, out_shardings=place(jax.eval_shape(make, *given))).lower(*given).compile()
+        )
         program.update(memory=compiled.memory_analysis(), text=compiled.as_text())
         return original(make, place, *given, **options)
 
@@ -65,16 +68,26 @@ def test_slots_are_sharded_like_their_parameters():
         return "one" if path == "a" else "other"
 
     optimizer = jstep.with_moving_average(
-        jstep.partition({"one": jstep.adagrad(0.1), "other": jstep.scope(jstep.adam(0.1), "s")}, by_name),
+        jstep.partition(
+            {"one": jstep.adagrad(0.1), "other": jstep.scope(jstep.adam(0.1), "s")}, by_name
+        ),
         jstep.ExponentialMovingAverage(0.9),
     )
-    state = create("model", optimizer, model_state={"deep": jnp.ones((8, 8)), "n": jnp.zeros((), jnp.int32)})
+    state = create(
+        "model", optimizer, model_state={"deep": jnp.ones((8, 8)), "n": jnp.zeros((), jnp.int32)}
+    )
     spec = lambda slot, path: jstep.get_slot(state, slot, path).sharding.spec  # noqa: E731
     average = "ExponentialMovingAverage"
-    assert spec("one/accumulator", "a") == spec(average, "a") == state.params["a"].sharding.spec == P(None, "model")
+    assert (
+        spec("one/accumulator", "a")
+        == spec(average, "a")
+        == state.params["a"].sharding.spec
+        == P(None, "model")
+    )
     assert spec("other/s/m", "bias") == P("model")
     assert spec("other/s/m", "deep/x") == P("model")
-    assert spec("other/s/v", "deep/y") == P("data")  # the parameter is replicated: ZeRO-1 shards the largest dimension
+    # The parameter is replicated: ZeRO-1 shards the largest dimension.
+    assert spec("other/s/v", "deep/y") == P("data")
     assert state.params["deep"]["y"].sharding.spec == P()
     assert spec("other/s/m", "scale") == P()
     assert jstep.get_slot(state, "one/accumulator", "bias") is None
@@ -88,17 +101,28 @@ def test_model_state_stays_split_where_it_was_split_by_hand(tmp_path):
     optimizer, rows = jstep.adam(), NamedSharding(DATA, P("data"))
 
     def loss(params, world, x):
-        return jnp.mean((x @ params["w"]) ** 2), {"buffer": world["buffer"] + 1.0, "n": world["n"] + 1}
+        return jnp.mean((x @ params["w"]) ** 2), {
+            "buffer": world["buffer"] + 1.0,
+            "n": world["n"] + 1,
+        }
 
     def fresh():
         world = {"buffer": jnp.zeros((16, 2)), "n": jnp.zeros((), jnp.int32)}
         state = jstep.TrainState.create({"w": jnp.ones(8)}, optimizer, mesh=DATA, model_state=world)
         assert state.model_state["buffer"].sharding.spec == P()
-        return state.replace(model_state=state.model_state | {"buffer": jax.device_put(jnp.zeros((16, 2)), rows)})
+        return state.replace(
+            model_state=state.model_state | {"buffer": jax.device_put(jnp.zeros((16, 2)), rows)}
+        )
 
     step = jstep.minimize(loss, optimizer, has_model_state=True)
     for last_step in (2, 4):
-        state = jstep.train(step, fresh(), lambda step: np.ones((8, 8), np.float32), last_step, checkpoint_dir=tmp_path)
+        state = jstep.train(
+            step,
+            fresh(),
+            lambda step: np.ones((8, 8), np.float32),
+            last_step,
+            checkpoint_dir=tmp_path,
+        )
         assert state.model_state["buffer"].sharding.is_equivalent_to(rows, 2)
         assert int(state.model_state["n"]) == last_step
     assert jstep.shard_state(state, DATA).model_state["buffer"].sharding.spec == P()
@@ -116,24 +140,39 @@ FORMS = {
 
 @pytest.mark.thorough(except_for=["shard_state-rules", "create from a function-a prefix"])
 @pytest.mark.parametrize("specs", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("entry_point", ["shard_state", "create", "create from a function", "shapes"])
+@pytest.mark.parametrize(
+    "entry_point", ["shard_state", "create", "create from a function", "shapes"]
+)
 def test_forms_of_param_specs(specs, entry_point):
     params = {"w": jnp.ones((16, 2)), "v": {"k": jnp.ones((8, 2))}}
     if entry_point == "shard_state":
         state = jstep.shard_state(jstep.TrainState.create(params, jstep.adam()), DATA, specs)
     elif entry_point == "shapes":
-        state = jstep.shard_state(jax.eval_shape(lambda: jstep.TrainState.create(params, jstep.adam())), DATA, specs)
+        state = jstep.shard_state(
+            jax.eval_shape(lambda: jstep.TrainState.create(params, jstep.adam())), DATA, specs
+        )
     else:
         given = params if entry_point == "create" else lambda: params
         state = jstep.TrainState.create(given, jstep.adam(), mesh=DATA, param_specs=specs)
     shards_all = isinstance(specs, P) or (isinstance(specs, dict) and specs["w"] is not None)
-    assert state.params["v"]["k"].sharding.spec == state.slots["m"]["v"]["k"].sharding.spec == P("data")
+    assert (
+        state.params["v"]["k"].sharding.spec
+        == state.slots["m"]["v"]["k"].sharding.spec
+        == P("data")
+    )
     assert state.params["w"].sharding.spec == (P("data") if shards_all else P())
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(state)} == {DATA}
 
 
 def test_fsdp_specs():
-    shapes = {"w": (64, 128), "tall": (256, 100), "odd": (63, 129), "square": (64, 64), "b": (8,), "s": ()}
+    shapes = {
+        "w": (64, 128),
+        "tall": (256, 100),
+        "odd": (63, 129),
+        "square": (64, 64),
+        "b": (8,),
+        "s": (),
+    }
     params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
     both = P(("data", "model"))
     assert jstep.fsdp_specs(params, BOTH, axis=("data", "model"), min_size=1) == {
@@ -159,7 +198,9 @@ def test_donating_a_sharded_state_keeps_its_source():
     sources = [
         jstep.TrainState.create({"w": jnp.ones((16, 4))}, optimizer),
         jstep.TrainState.create({"w": jnp.ones((16, 4))}, optimizer, mesh=DATA),
-        jstep.TrainState({"w": array}, {"m": zeros, "v": zeros, "start_step": np.int32(0)}, np.int32(0)),
+        jstep.TrainState(
+            {"w": array}, {"m": zeros, "v": zeros, "start_step": np.int32(0)}, np.int32(0)
+        ),
     ]
     for source in sources:
         for sharded in (
@@ -176,7 +217,9 @@ def test_donating_a_sharded_state_keeps_its_source():
 
 
 def test_shard_batch():
-    batch = jstep.shard_batch({"x": np.arange(16.0).reshape(8, 2), "y": [1] * 8}["x"], BOTH, axis=("data", "model"))
+    batch = jstep.shard_batch(
+        {"x": np.arange(16.0).reshape(8, 2), "y": [1] * 8}["x"], BOTH, axis=("data", "model")
+    )
     assert batch.sharding.spec == P(("data", "model"))
     assert [shard.data.shape for shard in batch.addressable_shards] == [(1, 2)] * 8
     batch = jstep.shard_batch((np.arange(8), jnp.ones((8, 3))), BOTH, axis="model")
@@ -207,15 +250,19 @@ STATE = {"w": jnp.ones((16, 4)), "v": {"k": jnp.ones(6)}}
     ("arguments", "kind", "parts"),
     [
         ({"param_specs": P("dta")}, ValueError, ["at 'v/k'", "not found in mesh: ('data',)"]),
-        ({"param_specs": [("v/*", P("data"))]}, ValueError, ["'v/k'", "shape (6,)", "partitioned 8 times"]),
-        ({"param_specs": P("data", None, None)}, ValueError, ["3 dimensions", "shape (6,)", "'v/k'"]),
+        ({"param_specs": [("v/*", P("data"))]}, ValueError,
+         ["'v/k'", "shape (6,)", "partitioned 8 times"]),
+        ({"param_specs": P("data", None, None)}, ValueError,
+         ["3 dimensions", "shape (6,)", "'v/k'"]),
         ({"param_specs": [("w", P("data", "data"))]}, ValueError, ["'w'", "duplicate entries"]),
     ],
 )  # fmt: skip
 def test_invalid_layouts_name_axis_leaf_and_size(entry_point, arguments, kind, parts):
     def create_sharded():
         if entry_point == "shard_state":
-            return jstep.shard_state(jstep.TrainState.create(STATE, jstep.adam()), DATA, **arguments)
+            return jstep.shard_state(
+                jstep.TrainState.create(STATE, jstep.adam()), DATA, **arguments
+            )
         params = STATE if entry_point == "create" else lambda: STATE
         return jstep.TrainState.create(params, jstep.adam(), mesh=DATA, **arguments)
 
@@ -268,7 +315,9 @@ def test_factored_slots_of_square_parameters(shape):
     spec = [None] * len(shape)
     spec[second], spec[largest] = "data", "model"
     optimizer = jstep.scope(jstep.adafactor(0.1, min_dim_size_to_factor=1), "deep")
-    state = jstep.TrainState.create({"w": jnp.ones(shape)}, optimizer, mesh=MESH, param_specs=P(*spec))
+    state = jstep.TrainState.create(
+        {"w": jnp.ones(shape)}, optimizer, mesh=MESH, param_specs=P(*spec)
+    )
     for slot, axis in (("v_row", largest), ("v_col", second)):
         leaf = state.slots[f"deep/{slot}"]["w"]
         want = NamedSharding(MESH, P(*np.delete(np.array(spec, object), axis)))
@@ -277,6 +326,11 @@ def test_factored_slots_of_square_parameters(shape):
 
 def test_factored_slots_of_replicated_parameters_are_split_if_divisible():
     optimizer = jstep.adafactor(0.1, min_dim_size_to_factor=1)
-    state = jstep.TrainState.create({"w": jnp.ones((16, 6))}, optimizer, mesh=DATA, slot_axis="data")
+    state = jstep.TrainState.create(
+        {"w": jnp.ones((16, 6))}, optimizer, mesh=DATA, slot_axis="data"
+    )
     leaves = [state.slots[name]["w"] for name in ("v_row", "v_col")]
-    assert {leaf.shape: leaf.sharding.is_fully_replicated for leaf in leaves} == {(16,): False, (6,): True}
+    assert {leaf.shape: leaf.sharding.is_fully_replicated for leaf in leaves} == {
+        (16,): False,
+        (6,): True,
+    }

@@ -18,7 +18,10 @@ TYPES = [AxisType.Auto, AxisType.Explicit]
 
 
 def init():
-    return {"a": jnp.linspace(-1.0, 1.0, 32).reshape(4, 8), "b": jnp.linspace(1.0, -1.0, 32).reshape(8, 4)}
+    return {
+        "a": jnp.linspace(-1.0, 1.0, 32).reshape(4, 8),
+        "b": jnp.linspace(1.0, -1.0, 32).reshape(8, 4),
+    }
 
 
 class Loss:
@@ -42,7 +45,9 @@ class Loss:
 
 
 def mesh_over(devices, types=AxisType.Auto):
-    return jax.make_mesh((devices,), ("data",), axis_types=(types,), devices=jax.devices()[:devices])
+    return jax.make_mesh(
+        (devices,), ("data",), axis_types=(types,), devices=jax.devices()[:devices]
+    )
 
 
 def fresh(mesh=None, **kwargs):
@@ -73,7 +78,9 @@ def shard(mesh, x, spec=None):
 )
 def test_rows_of_a_microbatch(types, annotated, devices, size, max_rows, at_least, want):
     mesh = mesh_over(devices, types)
-    loss = Loss(P("data") if annotated and types is AxisType.Explicit and want % devices == 0 else None)
+    loss = Loss(
+        P("data") if annotated and types is AxisType.Explicit and want % devices == 0 else None
+    )
     step = jstep.minimize(loss, OPTIMIZER, max_rows_per_device=max_rows, num_microbatches=at_least)
     for _ in range(2):
         step(fresh(mesh), shard(mesh, DATA[:size]))
@@ -86,5 +93,9 @@ def test_the_number_of_microbatches_is_logged_once(caplog):
     step = jstep.minimize(Loss(), OPTIMIZER, max_rows_per_device=5)
     state = jstep.TrainState.create(init(), OPTIMIZER)
     jstep.train(step, state, lambda n: DATA[:34], 3, progress=False, steps_per_call=2)
-    found = [record.getMessage() for record in caplog.records if "max_rows_per_device" in record.getMessage()]
+    found = [
+        record.getMessage()
+        for record in caplog.records
+        if "max_rows_per_device" in record.getMessage()
+    ]
     assert found == ["max_rows_per_device=5: batches of 34 rows are split into 17 microbatches"]

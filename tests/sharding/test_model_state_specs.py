@@ -38,12 +38,16 @@ def test_stacked_workers_are_split_train_and_are_restored(makes, axis_type, tmp_
 
     def fresh():
         if makes == "create":
-            return jstep.TrainState.create(params, OUTER, model_state=workers(), mesh=mesh, model_state_specs=P("data"))
+            return jstep.TrainState.create(
+                params, OUTER, model_state=workers(), mesh=mesh, model_state_specs=P("data")
+            )
         state = jstep.TrainState.create(params, OUTER, model_state=workers())
         return jstep.shard_state(state, mesh, model_state_specs=P("data"))
 
     def inner(state):
-        loss, gradients = jstep.compute_gradients(lambda params: jnp.sum((params["w"] - 1.0) ** 2))(state.params)
+        loss, gradients = jstep.compute_gradients(lambda params: jnp.sum((params["w"] - 1.0) ** 2))(
+            state.params
+        )
         return jstep.apply_gradients(state, gradients, INNER), loss
 
     def step(state, n):
@@ -58,7 +62,12 @@ def test_stacked_workers_are_split_train_and_are_restored(makes, axis_type, tmp_
 
     def train(state, last_step, directory):
         return jstep.train(
-            jstep.TrainStep(step), state, lambda n: np.float32(n), last_step, checkpoint_dir=directory, log_steps=None
+            jstep.TrainStep(step),
+            state,
+            lambda n: np.float32(n),
+            last_step,
+            checkpoint_dir=directory,
+            log_steps=None,
         )
 
     whole = train(state, 4, tmp_path / "whole")
@@ -68,9 +77,13 @@ def test_stacked_workers_are_split_train_and_are_restored(makes, axis_type, tmp_
     for leaf, other in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True):
         np.testing.assert_array_equal(leaf, other)
     # The workers are those of one device, up to the order of sums.
-    alone = train(jstep.TrainState.create(params, OUTER, model_state=workers()), 4, tmp_path / "alone")
+    alone = train(
+        jstep.TrainState.create(params, OUTER, model_state=workers()), 4, tmp_path / "alone"
+    )
     np.testing.assert_allclose(whole.params["w"], alone.params["w"], rtol=1e-5)
-    np.testing.assert_allclose(whole.model_state.params["w"], alone.model_state.params["w"], rtol=1e-5)
+    np.testing.assert_allclose(
+        whole.model_state.params["w"], alone.model_state.params["w"], rtol=1e-5
+    )
 
 
 def test_all_forms_of_specs():
@@ -89,10 +102,17 @@ def test_all_forms_of_specs():
         lambda path, leaf: expected[path],
     ]
     for form in forms:
-        shardings = jax.tree.map(spec_of, jstep.shard_state(state, mesh, model_state_specs=form).model_state)
+        shardings = jax.tree.map(
+            spec_of, jstep.shard_state(state, mesh, model_state_specs=form).model_state
+        )
         assert shardings == expected
     shapes = jax.eval_shape(lambda: state)
-    assert jax.tree.map(spec_of, jstep.shard_state(shapes, mesh, model_state_specs=expected).model_state) == expected
+    assert (
+        jax.tree.map(
+            spec_of, jstep.shard_state(shapes, mesh, model_state_specs=expected).model_state
+        )
+        == expected
+    )
     replicated = jstep.shard_state(state, mesh).model_state
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(replicated))
 

@@ -17,14 +17,20 @@ NORMS = ("grad_norm", "param_norm")
 def trained_on_one_device(name):
     optimizer = TABLE[name].make(TABLE[name].rate)
     state = jstep.TrainState.create(init(), optimizer)
-    return run(jstep.minimize(loss_fn, optimizer, metrics=NORMS), state, steps=TABLE[name].matching_steps)
+    return run(
+        jstep.minimize(loss_fn, optimizer, metrics=NORMS), state, steps=TABLE[name].matching_steps
+    )
 
 
 @pytest.mark.thorough(except_for=["adam-model"])
 @pytest.mark.parametrize(("name", "layout"), list(itertools.product(TABLE, LAYOUTS)))
 def test_sharded_training_matches_one_device(name, layout, compilations):
     """50 steps of every optimizer: one compilation, unchanged shardings, donated states."""
-    optimizer, steps, mesh = TABLE[name].make(TABLE[name].rate), TABLE[name].matching_steps or 50, LAYOUTS[layout][0]
+    optimizer, steps, mesh = (
+        TABLE[name].make(TABLE[name].rate),
+        TABLE[name].matching_steps or 50,
+        LAYOUTS[layout][0],
+    )
     step = jstep.minimize(loss_fn, optimizer, metrics=NORMS)
     state = create(layout, optimizer)
     before, first = shardings(state), state

@@ -23,7 +23,9 @@ OPTIMIZERS = {
         jstep.lookahead(jstep.adam(0.01)), jstep.ExponentialMovingAverage(0.9)
     ),
     "guards": lambda: jstep.dynamic_loss_scale(jstep.skip_nonfinite(jstep.adam(0.01))),
-    "masters": lambda: jstep.master_weights(jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(0.01))),
+    "masters": lambda: jstep.master_weights(
+        jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adamw(0.01))
+    ),
     "labels": lambda: jstep.partition(
         {"m": jstep.muon(0.01), "rest": jstep.scope(jstep.adagrad(0.1), "x")},
         lambda path, leaf: "m" if leaf.ndim == 2 else "rest",
@@ -80,12 +82,19 @@ def test_eager_updates_keep_shardings(kind, memory, request):
         request.getfixturevalue("host_memory")
     optimizer = OPTIMIZERS["labels"]()
     state = jstep.TrainState.create(
-        init, optimizer, mesh=mesh_of(kind), param_specs=COLUMNS_AND_ROWS, slot_axis="data", slots_memory=memory
+        init,
+        optimizer,
+        mesh=mesh_of(kind),
+        param_specs=COLUMNS_AND_ROWS,
+        slot_axis="data",
+        slots_memory=memory,
     )
     single = jstep.TrainState.create(init(), optimizer)
     new = jstep.apply_gradients(state, state.params, optimizer, scaled=True)
     assert shardings(new) == shardings(state)
-    assert_close(new.params, jstep.apply_gradients(single, single.params, optimizer, scaled=True).params)
+    assert_close(
+        new.params, jstep.apply_gradients(single, single.params, optimizer, scaled=True).params
+    )
 
 
 # Slots in host memory, updated leaf by leaf as on TPUs, tested on CPUs.
@@ -93,13 +102,24 @@ def test_eager_updates_keep_shardings(kind, memory, request):
 
 @pytest.fixture
 def in_loops(monkeypatch, host_memory):
-    """Update leaf by leaf on a CPU as on TPUs; a CPU needs no loops, since its memory is host memory."""
-    monkeypatch.setattr(host_slots, "is_worth_loops", lambda state: any(map(is_on_host, jax.tree.leaves(state.slots))))
+    """Update leaf by leaf on a CPU as on TPUs; a CPU needs no loops, since its memory is host
+    memory."""
+    monkeypatch.setattr(
+        host_slots,
+        "is_worth_loops",
+        lambda state: any(map(is_on_host, jax.tree.leaves(state.slots))),
+    )
 
 
 def init_of_groups():
     numbers = jnp.sin(jnp.arange(6.0 * 12 * 12) ** 2).reshape(6, 12, 12) * 0.3
-    return {"blocks": numbers, "f": jnp.zeros(8), "half": numbers[0, :, :8], "scale": jnp.ones(()), "x": numbers[1]}
+    return {
+        "blocks": numbers,
+        "f": jnp.zeros(8),
+        "half": numbers[0, :, :8],
+        "scale": jnp.ones(()),
+        "x": numbers[1],
+    }
 
 
 def loss_fn_of_groups(params, x, y):
@@ -112,14 +132,20 @@ def loss_fn_of_groups(params, x, y):
 def create_of_groups(optimizer, kind="auto", **options):
     mesh = mesh_of(kind)
     specs = [("blocks", jax.P(None, "data")), ("x", jax.P("data"))]
-    state = jstep.TrainState.create(init_of_groups, optimizer, mesh=mesh, param_specs=specs, **options)
+    state = jstep.TrainState.create(
+        init_of_groups, optimizer, mesh=mesh, param_specs=specs, **options
+    )
     random = np.random.default_rng(0)
-    batch = random.normal(size=(16, 12)).astype(np.float32), random.normal(size=(16, 8)).astype(np.float32)
+    batch = (
+        random.normal(size=(16, 12)).astype(np.float32),
+        random.normal(size=(16, 8)).astype(np.float32),
+    )
     return state, jstep.shard_batch(batch, mesh)
 
 
 def host_loops(jaxpr, outside=True):
-    """Return the names of loops over host arrays, and the bytes transferred to the device outside of them."""
+    """Return the names of loops over host arrays, and the bytes transferred to the device outside
+    of them."""
     names, transferred = [], 0
     for eqn in jaxpr.eqns:
         is_loop = eqn.primitive.name in ("while", "scan")
@@ -129,7 +155,9 @@ def host_loops(jaxpr, outside=True):
             spaces = [getattr(v.aval, "memory_space", None) for v in (*eqn.invars, *eqn.outvars)]
             if spaces == [jax.memory.Space.Host, jax.memory.Space.Device]:
                 transferred += eqn.invars[0].aval.size * eqn.invars[0].aval.dtype.itemsize
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: isinstance(x, core.ClosedJaxpr)):
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: isinstance(x, core.ClosedJaxpr)
+        ):
             if isinstance(inner, core.ClosedJaxpr):
                 more, bytes_ = host_loops(inner.jaxpr, outside and not carries)
                 names, transferred = names + more, transferred + bytes_

@@ -13,7 +13,11 @@ UNITS = {"k": 3, "M": 6, "G": 9}
 
 
 def number(label):
-    return decimal.Decimal(label) if label[-1].isdigit() else decimal.Decimal(label[:-1]).scaleb(UNITS[label[-1]])
+    return (
+        decimal.Decimal(label)
+        if label[-1].isdigit()
+        else decimal.Decimal(label[:-1]).scaleb(UNITS[label[-1]])
+    )
 
 
 def share(value, low, high):
@@ -24,9 +28,12 @@ def share(value, low, high):
 
 def check(values, steps):
     """Check a picture of one curve; return the labels of its two axes."""
-    svg = picture("loss", [Curve("loss", np.array(steps, np.int64), np.array(values, float))], style=False)
+    svg = picture(
+        "loss", [Curve("loss", np.array(steps, np.int64), np.array(values, float))], style=False
+    )
     heights = [float(y) - 4 for y in re.findall(r'x="-6" y="([-\d.]+)"', svg)]
-    y_labels = re.findall(r'text-anchor="end">([^<]*)<', svg)[:-1]  # the last one is the name of the other axis
+    # The last one is the name of the other axis.
+    y_labels = re.findall(r'text-anchor="end">([^<]*)<', svg)[:-1]
     x_labels = re.findall(r'text-anchor="middle">([^<]*)<', svg)
     for labels in (y_labels, x_labels):
         numbers = [number(label) for label in labels]
@@ -34,7 +41,10 @@ def check(values, steps):
     assert x_labels
     assert len(y_labels) >= 2
     assert all(min(steps) <= number(label) <= max(steps) for label in x_labels)
-    (low, high), is_log = map(float, re.search(r'data-y="(\S+) (\S+)"', svg).groups()), 'data-log="1"' in svg
+    (low, high), is_log = (
+        map(float, re.search(r'data-y="(\S+) (\S+)"', svg).groups()),
+        'data-log="1"' in svg,
+    )
     assert math.isfinite(low)
     assert math.isfinite(high)
     for label, height in zip(y_labels, heights, strict=True):

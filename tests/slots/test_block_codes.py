@@ -1,4 +1,5 @@
-"""Codes of blocks, and bfloat16 with a remainder: errors, means over steps, and what must stay exact."""
+"""Codes of blocks, and bfloat16 with a remainder: errors, means over steps, and what must stay
+exact."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,10 @@ from jstep.slots.compact_numbers import Blocks, Turn, blocks_between, choose_blo
 decode = jax.jit(compact_numbers.decode)
 block_scales = jax.jit(compact_numbers.block_scales, static_argnums=1)
 fractions_at = jax.jit(compact_numbers.fractions_at, static_argnums=0)
-join_halves, split_halves = jax.jit(compact_numbers.join_halves), jax.jit(compact_numbers.split_halves)
+join_halves, split_halves = (
+    jax.jit(compact_numbers.join_halves),
+    jax.jit(compact_numbers.split_halves),
+)
 
 
 def encode(x, blocks, dtype, fractions=0.5):
@@ -120,7 +124,9 @@ def test_what_is_not_finite_spoils_its_block_alone(bad):
     x = values("int8")
     x[3, 5] = bad
     for dtype in ("int8", "int16", "uint8"):
-        back = np.asarray(decode(*encode(np.abs(x) if dtype == "uint8" else x, Blocks(1, 128), np.dtype(dtype))))
+        back = np.asarray(
+            decode(*encode(np.abs(x) if dtype == "uint8" else x, Blocks(1, 128), np.dtype(dtype)))
+        )
         spoiled = ~np.isfinite(back)
         assert spoiled[3, 5]
         spoiled[3, :128] = False
@@ -138,7 +144,9 @@ def test_fractions_of_a_part_are_those_of_the_whole():
 
 
 def test_a_float32_is_a_bfloat16_and_a_remainder():
-    x = np.concatenate([values("int8").ravel(), np.float32([0.0, -0.0, 1.0, -1.0, 1e-38, 1e-42, 3e38])])
+    x = np.concatenate(
+        [values("int8").ravel(), np.float32([0.0, -0.0, 1.0, -1.0, 1e-38, 1e-42, 3e38])]
+    )
     top, low = split_halves(x)
     assert (top.dtype, low.dtype) == (jnp.bfloat16, np.int8)
     back = np.asarray(join_halves(top, low))
@@ -161,12 +169,17 @@ def test_a_tie_is_rounded_up_and_an_untouched_parameter_has_no_remainder():
 
 
 def test_another_parameter_keeps_its_value_to_half_a_unit():
-    tops = jnp.array([0.0, -0.0, 1.0, -3.0, 2.0**-120, 3.3e38, jnp.inf, -jnp.inf, jnp.nan], jnp.bfloat16)
+    tops = jnp.array(
+        [0.0, -0.0, 1.0, -3.0, 2.0**-120, 3.3e38, jnp.inf, -jnp.inf, jnp.nan], jnp.bfloat16
+    )
     for low in (-128, -1, 0, 1, 127):
         back = join_halves(tops, jnp.full(tops.shape, low, jnp.int8))
         finite = np.isfinite(np.float32(tops))
         assert np.array_equal(np.isfinite(back), finite)
-        near = np.abs(np.float32(tops) - back)[finite] <= np.abs(np.float32(tops))[finite] * 2**-8 + 1e-38
+        near = (
+            np.abs(np.float32(tops) - back)[finite]
+            <= np.abs(np.float32(tops))[finite] * 2**-8 + 1e-38
+        )
         assert np.all(near)
 
 
@@ -181,7 +194,11 @@ def test_what_is_not_finite_has_no_remainder():
 def test_the_mean_over_steps_of_a_split_number_is_the_number():
     x = jnp.full((64,), 1.0 + 2**-20 + 2**-22, jnp.float32)
     means = [
-        np.mean(np.float64(join_halves(*split_halves(x, fractions_at(x.shape, Turn(step, np.uint32(0)))))))
+        np.mean(
+            np.float64(
+                join_halves(*split_halves(x, fractions_at(x.shape, Turn(step, np.uint32(0)))))
+            )
+        )
         for step in range(300)
     ]
     assert abs(np.mean(means) - float(x[0])) < 2**-24

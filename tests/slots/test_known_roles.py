@@ -1,4 +1,5 @@
-"""What is known of slots: their roles, under prefixes and joined, and what a state carries of them."""
+"""What is known of slots: their roles, under prefixes and joined, and what a state carries of
+them."""
 
 import dataclasses
 import itertools
@@ -30,7 +31,12 @@ FULL = Roles(
 
 def test_roles_under_a_prefix_and_joined():
     assert vars(FULL.prefixed("a")) == {
-        "roles": {"a/m": None, "a/v": Role.ROWS, "a/age": Role.PRIVATE_AGE, "a/last": Role.LAST_FINITE},
+        "roles": {
+            "a/m": None,
+            "a/v": Role.ROWS,
+            "a/age": Role.PRIVATE_AGE,
+            "a/last": Role.LAST_FINITE,
+        },
         "complete": True,
         "holds": {"a/m": "mean"},
         "halves": {"a/m": "a/m_scale"},
@@ -49,7 +55,11 @@ def test_roles_under_a_prefix_and_joined():
     for one, other in ((FULL, Roles()), (Roles(), FULL)):
         assert vars(one.merge(other)) == vars(FULL)
     both = Roles({"x": None}, complete=False, formats={"m_dtype"}).merge(FULL)
-    assert (list(both), both.complete, both.formats) == (["x", *FULL], False, {"compact", "m_dtype"})
+    assert (list(both), both.complete, both.formats) == (
+        ["x", *FULL],
+        False,
+        {"compact", "m_dtype"},
+    )
 
 
 def test_roles_that_are_changed():
@@ -68,10 +78,14 @@ def test_roles_that_are_changed():
 
 
 def test_equal_roles_are_an_equivalence_relation():
-    changes = [{field.name: {"x": "y"}} for field in dataclasses.fields(Roles) if field.name != "complete"]
+    changes = [
+        {field.name: {"x": "y"}} for field in dataclasses.fields(Roles) if field.name != "complete"
+    ]
     values = [FULL, Roles(), NO_ROLES, FULL.static_part(), Roles(complete=False)]
     values += [dataclasses.replace(FULL, **change) for change in changes]
-    values += [Roles({"m": role, "age": Role.AGE}) for role in (None, Role.ROWS, Role.COPY, Role.AVERAGE)]
+    values += [
+        Roles({"m": role, "age": Role.AGE}) for role in (None, Role.ROWS, Role.COPY, Role.AVERAGE)
+    ]
     values += [dataclasses.replace(value) for value in values]
     for a, b in itertools.product(values, repeat=2):
         assert [a == b, b == a] == [vars(a) == vars(b)] * 2
@@ -83,11 +97,17 @@ def test_equal_roles_are_an_equivalence_relation():
 
 
 def test_slots_of_a_single_leaf_are_told_from_values_of_all():
-    """By those that two such leaves get; where these cannot be made, counts are of all, and nothing else."""
+    """By those that two such leaves get; where these cannot be made, counts are of all, and nothing
+    else."""
     leaf = jnp.ones(3)
 
     def make(params):
-        return {"m": jax.tree.map(jnp.zeros_like, params), "n": jnp.int32(0), "d": jnp.float32(1), "c": params}
+        return {
+            "m": jax.tree.map(jnp.zeros_like, params),
+            "n": jnp.int32(0),
+            "d": jnp.float32(1),
+            "c": params,
+        }
 
     def fail(params):
         raise TypeError

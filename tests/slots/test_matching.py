@@ -27,10 +27,14 @@ def test_gradients_of_parameters() -> None:
 
 def test_slots_that_a_state_lacks() -> None:
     assert as_slots(["a"], {"a": 1, "b": 2}) == {"a": 1}
-    for held, has in (({"b": 2, "a": 1}, "it has ['a', 'b']"), ({}, "nor any other of this optimizer")):
+    for held, has in (
+        ({"b": 2, "a": 1}, "it has ['a', 'b']"),
+        ({}, "nor any other of this optimizer"),
+    ):
         with pytest.raises(ValueError, match="no slot 'c'") as caught:
             as_slots(["c"], held)
         assert str(caught.value) == (
-            f"the state has no slot 'c', {has}. It was created with another optimizer: use that one, or create new "
+            f"the state has no slot 'c', {has}. It was created with another optimizer: "
+            "use that one, or create new "
             "slots with TrainState.create(params, optimizer, global_step=state.global_step)."
         )

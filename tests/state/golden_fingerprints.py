@@ -1,4 +1,4 @@
-"""Trees with known fingerprints. `python tests/state/golden_fingerprints.py` recorded those of 6faa73db.
+"""Trees and their fingerprints, recorded at 6faa73db by `tests/state/golden_fingerprints.py`.
 
 They are on users' disks, in logs and in manifests of checkpoints, and must never change.
 """
@@ -14,8 +14,18 @@ import numpy as np
 import jstep
 
 PATH = pathlib.Path(__file__).with_suffix(".json")
-PLAIN = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "float32", "complex64"]
-LOW = ["bfloat16", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"]
+PLAIN = [
+    "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "float32",
+    "complex64",
+]  # fmt: skip
+LOW = [
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+]
 NARROW = ["float4_e2m1fn", "int4", "uint4", "int2", "uint2"]
 WIDE = ["int64", "uint64", "float64", "complex128"]
 SHAPES = [(), (0,), (0, 3), (1,), (7,), (8, 16), (3, 4, 5), (2, 1, 3, 1, 2)]
@@ -44,12 +54,17 @@ def array(name, shape):
 
 
 def trees():
-    """Return trees of NumPy arrays: one for each dtype, and a state of many leaves of few shapes."""
-    found = {name: {str(shape): array(name, shape) for shape in SHAPES} for name in [*PLAIN, *LOW, *NARROW, *WIDE]}
+    """Return trees of NumPy arrays: one for each dtype, and a state of many leaves of few
+    shapes."""
+    found = {
+        name: {str(shape): array(name, shape) for shape in SHAPES}
+        for name in [*PLAIN, *LOW, *NARROW, *WIDE]
+    }
     for name in ("float32", "bfloat16", "int8", "complex64"):
         found[name]["large"] = array(name, LARGE)
     state = {
-        f"layer{i}": {"w": array("float32", (16, 8)) + np.float32(i), "b": array("bfloat16", (8,))} for i in range(5)
+        f"layer{i}": {"w": array("float32", (16, 8)) + np.float32(i), "b": array("bfloat16", (8,))}
+        for i in range(5)
     }
     return {**found, "state": {"params": state, "global_step": np.int32(7)}}
 
@@ -75,8 +90,15 @@ def hexadecimal(pair):
 def texts(tree):
     """Return the fingerprint of a tree, at the empty path, and those of its leaves."""
     leaves = jstep.fingerprint(tree, per_leaf=True)
-    return {"": hexadecimal(jstep.fingerprint(tree)), **{path: hexadecimal(one) for path, one in leaves.items()}}
+    return {
+        "": hexadecimal(jstep.fingerprint(tree)),
+        **{path: hexadecimal(one) for path, one in leaves.items()},
+    }
 
 
 if __name__ == "__main__":
-    json.dump({name: texts(tree) for name, tree in {**trees(), **key_trees()}.items()}, sys.stdout, indent=0)
+    json.dump(
+        {name: texts(tree) for name, tree in {**trees(), **key_trees()}.items()},
+        sys.stdout,
+        indent=0,
+    )

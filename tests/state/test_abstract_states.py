@@ -1,4 +1,5 @@
-"""Abstract states and batches: created and compiled like arrays, and refused when something would run."""
+"""Abstract states and batches: created and compiled like arrays, and refused when something would
+run."""
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +35,17 @@ def assert_same(shape, leaf):
 
 @pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-@pytest.mark.parametrize("options", [{}, {"slot_axis": "data"}, {"param_specs": [("w", P("data"))]}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"slot_axis": "data"}, {"param_specs": [("w", P("data"))]}], ids=str
+)
 def test_abstract_state_matches_the_concrete_state(mesh, options):
-    state = jstep.TrainState.create(init, OPTIMIZER, 7, {"mean": np.zeros(3), "n": 1}, mesh=mesh, **options)
+    state = jstep.TrainState.create(
+        init, OPTIMIZER, 7, {"mean": np.zeros(3), "n": 1}, mesh=mesh, **options
+    )
     variables = {"mean": jax.ShapeDtypeStruct((3,), jnp.float32), "n": 1}
-    shapes = jstep.TrainState.create(jax.eval_shape(init), OPTIMIZER, 7, variables, mesh=mesh, **options)
+    shapes = jstep.TrainState.create(
+        jax.eval_shape(init), OPTIMIZER, 7, variables, mesh=mesh, **options
+    )
     jax.tree.map(assert_same, shapes, state)
     assert "abstract" in repr(shapes)
 
@@ -46,7 +53,9 @@ def test_abstract_state_matches_the_concrete_state(mesh, options):
 def test_abstract_state_without_a_mesh():
     shapes = jstep.TrainState.create(jax.eval_shape(init), OPTIMIZER)
     want = jax.eval_shape(lambda: jstep.TrainState.create(init(), OPTIMIZER))
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), shapes) == jax.tree.map(lambda a: (a.shape, a.dtype), want)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), shapes) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), want
+    )
     with pytest.raises(ValueError, match="global_step=-1"):
         jstep.TrainState.create(jax.eval_shape(init), OPTIMIZER, -1)
 
@@ -75,8 +84,12 @@ def test_program_from_shapes_is_that_of_arrays(mesh, num_microbatches, options):
 
     both = (state, batch), jax.tree.map(shape_of, (state, batch))
     steps = [jstep.minimize(loss_fn, OPTIMIZER, num_microbatches=num_microbatches) for _ in both]
-    from_arrays, from_shapes = (compiled_text(step, *inputs) for step, inputs in zip(steps, both, strict=True))
+    from_arrays, from_shapes = (
+        compiled_text(step, *inputs) for step, inputs in zip(steps, both, strict=True)
+    )
     assert from_shapes == from_arrays
-    costs = [jstep.cost(step, state, *batch) for step, (state, batch) in zip(steps, both, strict=True)]
+    costs = [
+        jstep.cost(step, state, *batch) for step, (state, batch) in zip(steps, both, strict=True)
+    ]
     assert costs[0].flops == costs[1].flops
     assert costs[0].alias_bytes == costs[1].alias_bytes

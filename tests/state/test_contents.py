@@ -18,21 +18,35 @@ from jstep.state.sharding import put_leaf
 
 def state_of(**slots):
     params = {"n": np.arange(2), "w": jnp.ones(2), "x": np.float32([1, 2])}
-    return {"params": params, "slots": slots | {"model_state": {"m": jnp.float32(np.nan)}}, "other": np.nan}
+    return {
+        "params": params,
+        "slots": slots | {"model_state": {"m": jnp.float32(np.nan)}},
+        "other": np.nan,
+    }
 
 
 @pytest.mark.parametrize("read_cpus", [True, False])
 def test_the_contents_of_a_state_and_what_became_worse(read_cpus):
     nan, inf = np.nan, np.inf
-    before = StateContents(state_of(a={"w": jnp.float32([1, inf])}, b=jnp.float32(nan)), read_cpus=read_cpus)
-    assert before.contents() == {"params/w": FINITE, "params/x": FINITE, "slots/a/w": INFINITE, "slots/b": NAN}
+    before = StateContents(
+        state_of(a={"w": jnp.float32([1, inf])}, b=jnp.float32(nan)), read_cpus=read_cpus
+    )
+    assert before.contents() == {
+        "params/w": FINITE,
+        "params/x": FINITE,
+        "slots/a/w": INFINITE,
+        "slots/b": NAN,
+    }
     assert before.paths_with_nan() == ["slots/b"]
     assert not before.are_finite()
     assert before.worse_since(None) == ({"slots/b": NAN}, ["slots/a/w"])
     state = state_of(a={"w": jnp.float32([-inf, nan])}, b=jnp.float32(nan), c=np.float32([inf]))
     state["params"]["w"], state["params"]["x"] = jnp.float32([inf, 0]), np.float32([nan, inf])
     after = StateContents(state, read_cpus=read_cpus)
-    assert after.worse_since(before) == ({"params/w": INFINITE, "params/x": NAN, "slots/a/w": NAN}, ["slots/c"])
+    assert after.worse_since(before) == (
+        {"params/w": INFINITE, "params/x": NAN, "slots/a/w": NAN},
+        ["slots/c"],
+    )
     assert StateContents(state, params_only=True, read_cpus=read_cpus).contents() == {
         "params/w": INFINITE,
         "params/x": NAN,
@@ -46,7 +60,8 @@ def test_the_contents_of_a_state_and_what_became_worse(read_cpus):
 
 @pytest.mark.parametrize("count", [10, 40, 600])
 def test_any_number_of_leaves_takes_few_programs_and_one_reduction(count, monkeypatch):
-    """Each waits until few enough are running: JAX's CPU client hangs where too many communicate at once."""
+    """Each waits until few enough are running: JAX's CPU client hangs where too many communicate at
+    once."""
     running, most, reductions = [], [], []
     check, reduce = contents._check_locally, contents._worst_of_devices
 
@@ -69,7 +84,9 @@ def test_any_number_of_leaves_takes_few_programs_and_one_reduction(count, monkey
     mesh = jax.make_mesh((8,), ("data",))
     split, whole = (NamedSharding(mesh, PartitionSpec(axis)) for axis in ("data", None))
     values = [np.full(8, np.nan if i == 7 else 1.0, np.float32) for i in range(count)]
-    params = {f"{i}": jax.device_put(value, [split, whole][i % 2]) for i, value in enumerate(values)}
+    params = {
+        f"{i}": jax.device_put(value, [split, whole][i % 2]) for i, value in enumerate(values)
+    }
     found = StateContents({"params": params}, read_cpus=False)
     assert found.paths_with_nan() == ["params/7"]
     assert max(most) <= 16
@@ -97,7 +114,11 @@ def test_a_leaf_of_several_processes_is_made_of_the_parts_of_each(monkeypatch):
     monkeypatch.setattr(NamedSharding, "is_fully_addressable", False)
     asked = []
     made = jax.make_array_from_callback
-    monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, *rest: asked.append(shape) or made(shape, *rest))
+    monkeypatch.setattr(
+        jax,
+        "make_array_from_callback",
+        lambda shape, *rest: asked.append(shape) or made(shape, *rest),
+    )
     values, keys = put_leaf(np.arange(8.0, dtype=np.float32), split), put_leaf(key, split)
     monkeypatch.undo()
     assert asked == [(8,), (8, 2)]

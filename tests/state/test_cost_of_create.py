@@ -1,4 +1,5 @@
-"""`TrainState.create` compiles nothing for small leaves on one device: a program for each shape takes 15 ms."""
+"""`TrainState.create` compiles nothing for small leaves on one device: a program for each shape
+takes 15 ms."""
 
 import contextlib
 
@@ -21,18 +22,25 @@ OPTIMIZERS = {
     "masters": jstep.master_weights(jstep.adam()),
     "lookahead": jstep.lookahead(jstep.adam()),
     "accumulating": jstep.update_every(jstep.adam(), 4, accumulate=True),
-    "partition": jstep.partition({"x": jstep.adam(), "y": jstep.momentum(0.1, 0.9)}, lambda path, leaf: path[0]),
-    "chain": jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(jstep.held("learning_rate", 0.1))),
+    "partition": jstep.partition(
+        {"x": jstep.adam(), "y": jstep.momentum(0.1, 0.9)}, lambda path, leaf: path[0]
+    ),
+    "chain": jstep.chain(
+        jstep.clip_gradients(by_global_norm=1.0), jstep.adam(jstep.held("learning_rate", 0.1))
+    ),
     "guards": jstep.dynamic_loss_scale(jstep.skip_nonfinite(jstep.adam())),
     "Optax": jstep.from_optax(optax.adamw(1e-3)),
-    "Optax, several": jstep.from_optax(optax.MultiSteps(optax.chain(optax.clip(1.0), optax.lion(1e-3)), 4)),
+    "Optax, several": jstep.from_optax(
+        optax.MultiSteps(optax.chain(optax.clip(1.0), optax.lion(1e-3)), 4)
+    ),
 }
 DEVICES = jax.devices()
 shapes = iter(range(3, 10_000))
 
 
 def new_params(dtype=np.float32):
-    """Return leaves of shapes that this process has not seen, so that no program of an earlier test fits."""
+    """Return leaves of shapes that this process has not seen, so that no program of an earlier test
+    fits."""
     return {f"{name}{i}": np.full((next(shapes), 2), 1.5, dtype) for i in range(3) for name in "xy"}
 
 
@@ -69,7 +77,9 @@ def test_low_precision_is_widened_without_a_program(compilations, name):
     with compilations() as seen:
         state = jstep.TrainState.create(params, OPTIMIZERS[name])
     assert seen == []
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.slots) if leaf.ndim} == {np.dtype(np.float32)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.slots) if leaf.ndim} == {
+        np.dtype(np.float32)
+    }
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -97,7 +107,9 @@ def test_a_state_is_donated_in_place(name, put):
     assert len(set(before)) == len(before)
     new = jax.jit(step_fn, donate_argnums=0)(state)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state) if leaf.ndim)
-    assert sorted(leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(new) if leaf.ndim) == before
+    assert (
+        sorted(leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(new) if leaf.ndim) == before
+    )
 
 
 def set_mesh_of(kind):
@@ -127,7 +139,11 @@ def test_arrays_are_where_operations_put_them(context, put, name):
         with jax.transfer_guard("allow"):
             expected = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params)
             zeros = jax.tree.map(jnp.zeros_like, params)
-    moments = [tree for tree in state.slots.values() if jax.tree.structure(tree) == jax.tree.structure(params)]
+    moments = [
+        tree
+        for tree in state.slots.values()
+        if jax.tree.structure(tree) == jax.tree.structure(params)
+    ]
     assert len(moments) == 2
     pairs = [(state.params, expected), *((moment, zeros) for moment in moments)]
     for tree, like in pairs:
@@ -150,7 +166,9 @@ def test_large_leaves_are_made_on_the_device(monkeypatch, put):
 def test_parameters_sharded_by_hand_are_copied_as_they_are():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
-    params = jax.device_put({"x": np.arange(8.0, dtype=np.float32), "y": np.ones(4, np.float32)}, sharding)
+    params = jax.device_put(
+        {"x": np.arange(8.0, dtype=np.float32), "y": np.ones(4, np.float32)}, sharding
+    )
     state = jstep.TrainState.create(params, OPTIMIZERS["averages"])
     for tree in (state.params, state.slots["m"], state.slots[EMA.name]):
         assert {leaf.sharding for leaf in jax.tree.leaves(tree)} == {sharding}
@@ -164,6 +182,8 @@ def test_an_init_of_optax_that_needs_values_is_called_with_them():
         assert float(sum(leaf.sum() for leaf in jax.tree.leaves(params))) > 0
         return {"seen": jax.tree.map(jnp.zeros_like, params)}
 
-    transformation = optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+    transformation = optax.GradientTransformation(
+        init, lambda updates, state, params=None: (updates, state)
+    )
     state = jstep.TrainState.create({"w": np.ones(3, np.float32)}, jstep.from_optax(transformation))
     assert not state.slots["optax/seen"]["w"].any()

@@ -36,7 +36,10 @@ def test_known_fingerprints():
     """Runs of different releases are compared by them."""
     tree = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "é": {"b": np.int8([-1, 2])}}
     assert np.asarray(jstep.fingerprint(tree)).tolist() == [2259091519, 2756746476]
-    by_leaf = {path: np.asarray(pair).tolist() for path, pair in jstep.fingerprint(tree, per_leaf=True).items()}
+    by_leaf = {
+        path: np.asarray(pair).tolist()
+        for path, pair in jstep.fingerprint(tree, per_leaf=True).items()
+    }
     assert by_leaf == {"w": [349441056, 1413406919], "é/b": [1909650463, 1343339557]}
 
 
@@ -58,7 +61,12 @@ def test_depends_on_paths_shapes_dtypes_and_values_only():
     w, b = np.arange(6, dtype=np.float32), np.zeros((0, 3), np.int32)
     tree = {"w": w, "b": b}
     Pair = collections.namedtuple("Pair", "w b")
-    assert text(tree) == text({"b": b, "w": w}) == text(Pair(jnp.asarray(w), b)) == text(collections.OrderedDict(tree))
+    assert (
+        text(tree)
+        == text({"b": b, "w": w})
+        == text(Pair(jnp.asarray(w), b))
+        == text(collections.OrderedDict(tree))
+    )
     assert text(tree) == text({"w": w.astype(">f4"), "b": b, "none": None})
     different = [
         {"w": w.reshape(2, 3), "b": b},
@@ -80,7 +88,9 @@ def test_prng_keys_differ_by_implementation_and_value():
 
 def test_shards_are_not_gathered():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    x = jax.ShapeDtypeStruct((1024, 64), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    x = jax.ShapeDtypeStruct(
+        (1024, 64), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data"))
+    )
     program = jax.jit(jstep.fingerprint).lower({"x": x}).compile().as_text()
     assert "f32[1024,64]" not in program
 
@@ -88,7 +98,10 @@ def test_shards_are_not_gathered():
 def test_leaves_on_two_meshes_of_the_same_devices():
     x = np.arange(16, dtype=np.float32).reshape(8, 2)
     auto = (AxisType.Auto,)
-    meshes = jax.make_mesh((4, 2), ("a", "b"), axis_types=2 * auto), jax.make_mesh((8,), ("c",), axis_types=auto)
+    meshes = (
+        jax.make_mesh((4, 2), ("a", "b"), axis_types=2 * auto),
+        jax.make_mesh((8,), ("c",), axis_types=auto),
+    )
     tree = {"a": jax.device_put(x, NamedSharding(meshes[0], PartitionSpec("b")))}
     tree |= {"c": jax.device_put(x + 1, NamedSharding(meshes[1], PartitionSpec("c")))}
     expected = {"a": x, "c": x + 1}
@@ -126,7 +139,8 @@ def test_recorded_fingerprints_in_host_memory():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name", [*golden_fingerprints.PLAIN, *golden_fingerprints.LOW, *golden_fingerprints.NARROW, "state"]
+    "name",
+    [*golden_fingerprints.PLAIN, *golden_fingerprints.LOW, *golden_fingerprints.NARROW, "state"],
 )
 def test_recorded_fingerprints_of_jax_arrays(name):
     tree = jax.tree.map(jnp.asarray, golden_fingerprints.trees()[name])
@@ -150,7 +164,9 @@ def test_recorded_fingerprints_of_keys():
 @pytest.mark.thorough
 def test_small_leaves_of_a_shape_are_read_together(monkeypatch):
     """A call costs more than reading them; the last group of a shape overlaps the one before."""
-    host = {f"w{i}": np.full((i % 2 + 2, 5), i + 1, np.float32) for i in range(90)} | {"n": np.float32(np.nan)}
+    host = {f"w{i}": np.full((i % 2 + 2, 5), i + 1, np.float32) for i in range(90)} | {
+        "n": np.float32(np.nan)
+    }
     tree, calls = jax.tree.map(jnp.asarray, host), []
     computing_on = fingerprints.computing_on
 
@@ -167,18 +183,27 @@ def test_small_leaves_of_a_shape_are_read_together(monkeypatch):
 
 
 def test_fingerprints_of_one_state_after_another(request):
-    """What is computed once follows their structure, shapes, dtypes and placement; few calls are made for each leaf."""
+    """What is computed once follows their structure, shapes, dtypes and placement; few calls are
+    made for each leaf."""
     request.addfinalizer(functools.partial(sys.setprofile, sys.getprofile()))
     mesh, one = (jax.make_mesh((size,), ("a",), axis_types=(AxisType.Explicit,)) for size in (4, 1))
     host = {f"w{i}": np.full((8, 3), i, np.float32) for i in range(100)}
     states = [{name: jnp.asarray(array + i) for name, array in host.items()} for i in range(2)]
-    states += [jax.device_put(host, NamedSharding(where, PartitionSpec("a"))) for where in (mesh, one)]
+    states += [
+        jax.device_put(host, NamedSharding(where, PartitionSpec("a"))) for where in (mesh, one)
+    ]
     states += [jax.device_put(host, jax.devices()[3]), states[0] | {"w0": jnp.ones(5, jnp.int8)}]
     states += [states[0] | {"more": jnp.ones(5)}, host, jax.tree.map(jnp.copy, states[0])]
     hashes = LeafFingerprints(states[0])
     for state in states:
         started = hashes.start(state)
-        found = dict(zip(started.paths, fingerprints.all_as_hexadecimal(stacked_words(started.groups)), strict=True))
+        found = dict(
+            zip(
+                started.paths,
+                fingerprints.all_as_hexadecimal(stacked_words(started.groups)),
+                strict=True,
+            )
+        )
         assert found == leaves(state)
     calls = []
     sys.setprofile(lambda _, event, __: calls.append(event))
@@ -191,25 +216,40 @@ def test_fingerprints_of_one_state_after_another(request):
 
 
 def on_mesh(kind):
-    """A tree on a mesh: specs, dtypes and ranks of all kinds, leaves of the same shape placed otherwise, and keys."""
+    """A tree on a mesh: specs, dtypes and ranks of all kinds, leaves of the same shape placed
+    otherwise, and keys."""
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
     random = np.random.default_rng(0)
     P = PartitionSpec
-    specs = [P(), P("a"), P(None, "b"), P(("a", "b")), P("b", "a"), P(("b", "a"), None), P(None, ("a", "b"))]
-    dtypes = [jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_, jnp.complex64, jnp.uint16, jnp.float8_e4m3fn]
+    specs = [
+        P(), P("a"), P(None, "b"), P(("a", "b")), P("b", "a"), P(("b", "a"), None),
+        P(None, ("a", "b")),
+    ]  # fmt: skip
+    dtypes = [
+        jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_, jnp.complex64, jnp.uint16,
+        jnp.float8_e4m3fn,
+    ]  # fmt: skip
     tree = {
-        f"{i}": jax.device_put(jnp.asarray(random.normal(size=(16, 8 + 8 * (i % 2)))).astype(dtypes[i % 7]), place)
+        f"{i}": jax.device_put(
+            jnp.asarray(random.normal(size=(16, 8 + 8 * (i % 2)))).astype(dtypes[i % 7]), place
+        )
         for i in range(21)
         for place in [NamedSharding(mesh, specs[i // 3])]
     }
     tree |= {
-        f"deep/{i}": jax.device_put(random.normal(size=(3, 8, 2)).astype("f"), NamedSharding(mesh, P(None, "a", "b")))
+        f"deep/{i}": jax.device_put(
+            random.normal(size=(3, 8, 2)).astype("f"), NamedSharding(mesh, P(None, "a", "b"))
+        )
         for i in range(20)
     }
-    tree["keys"] = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh, P("a")))
+    tree["keys"] = jax.device_put(
+        jax.random.split(jax.random.key(0), 8), NamedSharding(mesh, P("a"))
+    )
     tree["scalar"] = jax.device_put(jnp.float32(3), NamedSharding(mesh, P()))
     tree["empty"] = jax.device_put(jnp.zeros((0, 8)), NamedSharding(mesh, P(None, "a")))
-    tree["large"] = jax.device_put(jnp.arange(2.0**16).reshape(256, 256), NamedSharding(mesh, P("b", "a")))
+    tree["large"] = jax.device_put(
+        jnp.arange(2.0**16).reshape(256, 256), NamedSharding(mesh, P("b", "a"))
+    )
     return mesh, tree | {"anywhere": jnp.arange(4.0), "host": np.arange(5)}
 
 

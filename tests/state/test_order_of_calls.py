@@ -21,7 +21,9 @@ BASES = {
     "ftrl": jstep.ftrl(0.1),
     "loss scale": jstep.dynamic_loss_scale(ADAM),
     "skip_nonfinite": jstep.skip_nonfinite(jstep.with_noise_scale(ADAM)),
-    "parts": jstep.partition({"w": ADAM, "b": jstep.update_every(ADAM, 2)}, lambda path, leaf: path),
+    "parts": jstep.partition(
+        {"w": ADAM, "b": jstep.update_every(ADAM, 2)}, lambda path, leaf: path
+    ),
     "soap": jstep.soap(max_precondition_dim=4),
 }
 
@@ -35,8 +37,12 @@ def functions_of(optimizer):
         "itself": lambda state: state,
         "increment_global_step": jstep.increment_global_step,
         "get_or_create_global_step": jstep.get_or_create_global_step,
-        "replace": lambda state: state.replace(params=state.params, global_step=3, model_state={"n": 1.0}),
-        "with_params": lambda state: state.with_params(jax.tree.map(lambda leaf: 2 * leaf, state.params)),
+        "replace": lambda state: state.replace(
+            params=state.params, global_step=3, model_state={"n": 1.0}
+        ),
+        "with_params": lambda state: state.with_params(
+            jax.tree.map(lambda leaf: 2 * leaf, state.params)
+        ),
         "get_slot": lambda state: {name: jstep.get_slot(state, name) for name in state.slots},
         "get_slot_names": lambda state: dict.fromkeys(jstep.get_slot_names(state), 0.0),
         "averaged_params": jstep.averaged_params,
@@ -46,7 +52,9 @@ def functions_of(optimizer):
         "set_hyperparameter": lambda state: jstep.set_hyperparameter(state, "rate", 0.5),
         "fingerprint": lambda state: jstep.fingerprint(state, per_leaf=True),
         "shard_state": lambda state: jstep.shard_state(state, mesh),
-        "repack": lambda state: jstep.repack(state, optimizer, jstep.compact(optimizer, min_size=0)),
+        "repack": lambda state: jstep.repack(
+            state, optimizer, jstep.compact(optimizer, min_size=0)
+        ),
         "apply_gradients": lambda state: jstep.apply_gradients(
             state, grads, optimizer, increment_global_step=False, scaled=True
         ),
@@ -56,7 +64,8 @@ def functions_of(optimizer):
 
 
 def states_of(optimizer, directory):
-    """States with the leaves of a created one, whose roles are known, unknown, inferred or declared otherwise."""
+    """States with the leaves of a created one, whose roles are known, unknown, inferred or declared
+    otherwise."""
     created = jstep.TrainState.create(PARAMS, optimizer, model_state={"n": jnp.zeros(2)})
     slots = {name: tree for name, tree in created.slots.items() if name != "model_state"}
 
@@ -65,7 +74,9 @@ def states_of(optimizer, directory):
             return jax.tree.map(jnp.copy, slots)
 
         vars(init).update(attributes)
-        custom = jstep.Optimizer(init, lambda updates, slots, params, step: (updates, slots), lambda step: {})
+        custom = jstep.Optimizer(
+            init, lambda updates, slots, params, step: (updates, slots), lambda step: {}
+        )
         return jstep.TrainState.create(PARAMS, custom).replace(model_state=created.model_state)
 
     with jstep.Saver(directory) as saver:
@@ -81,7 +92,9 @@ def states_of(optimizer, directory):
         "shapes": jax.eval_shape(lambda: created),
         "donated": donated,
         "custom": declared(),
-        "custom with ages": declared(ages=[name for name, slot in slots.items() if np.shape(slot) == ()]),
+        "custom with ages": declared(
+            ages=[name for name, slot in slots.items() if np.shape(slot) == ()]
+        ),
         "custom with copies": declared(copies=list(slots)),
     }
 
@@ -92,7 +105,11 @@ def outcome(function, state):
         traced = function.trace(state)
     except Exception as error:
         return type(error), str(error)
-    roles = [vars(node.roles) for node in jax.tree.leaves(traced.out_info, is_leaf=_is_state) if _is_state(node)]
+    roles = [
+        vars(node.roles)
+        for node in jax.tree.leaves(traced.out_info, is_leaf=_is_state)
+        if _is_state(node)
+    ]
     return str(traced.jaxpr), str(jax.tree.structure(traced.out_info)), roles
 
 
@@ -100,7 +117,12 @@ def _is_state(node):
     return isinstance(node, jstep.TrainState)
 
 
-SAME = {"restored": "created", "shapes": "created", "donated": "created", "restored by hand": "by hand"}
+SAME = {
+    "restored": "created",
+    "shapes": "created",
+    "donated": "created",
+    "restored by hand": "by hand",
+}
 """States for which a function computes and returns what it does for others."""
 
 
@@ -111,9 +133,14 @@ def test_the_order_of_calls_does_not_matter(name, tmp_path):
     states = states_of(optimizer, tmp_path)
     for what, function in functions_of(optimizer).items():
         others = {kind: state for kind, state in states.items() if kind not in SAME}
-        alone = {kind: outcome(jax.jit(lambda state, f=function: f(state)), state) for kind, state in others.items()}
+        alone = {
+            kind: outcome(jax.jit(lambda state, f=function: f(state)), state)
+            for kind, state in others.items()
+        }
         shared = jax.jit(function)
-        assert all(outcome(shared, state) == alone[SAME.get(kind, kind)] for kind, state in states.items()), what
+        assert all(
+            outcome(shared, state) == alone[SAME.get(kind, kind)] for kind, state in states.items()
+        ), what
         if what in ("itself", "increment_global_step") and name != "sgd":
             assert alone["by hand"] != alone["created"] != alone["custom"]
 
@@ -125,7 +152,10 @@ def test_equal_values_of_other_types_are_other_values_to_a_rule():
         return jnp.full_like(g, 1.0 if h.flag is True else 2.0 if str(h.flag) == "1" else 3.0), {}
 
     for values in ([1, True, 1.0], [True, 1.0, 1], [1.0, 1, True]):
-        optimizer = jstep.leafwise(rule, hyper={}, slots={}, flags={"flag": lambda params: values}, finished=True)  # noqa: B023
+        flags = {"flag": lambda params: values}  # noqa: B023
+        optimizer = jstep.leafwise(rule, hyper={}, slots={}, flags=flags, finished=True)
         params = [jnp.zeros(2)] * 3
         updates, _ = optimizer.update([jnp.ones(2)] * 3, {}, params, 0)
-        assert [float(update[0]) for update in updates] == [{bool: 1.0, int: 2.0, float: 3.0}[type(v)] for v in values]
+        assert [float(update[0]) for update in updates] == [
+            {bool: 1.0, int: 2.0, float: 3.0}[type(v)] for v in values
+        ]

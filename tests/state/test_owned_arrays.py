@@ -1,4 +1,5 @@
-"""NumPy memory that comes into a state is copied, whichever door it comes in by: other code may fill it again."""
+"""NumPy memory that comes into a state is copied, whichever door it comes in by: other code may
+fill it again."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,9 @@ def make_step(**kwargs):
 
 def run(state, hooks=(), step=None, **kwargs):
     step = make_step(donate=False) if step is None else step
-    return jstep.train(step, state, lambda n: np.ones(SIZE, np.float32), 6, hooks=hooks, progress=False, **kwargs)
+    return jstep.train(
+        step, state, lambda n: np.ones(SIZE, np.float32), 6, hooks=hooks, progress=False, **kwargs
+    )
 
 
 def filled(array, value):
@@ -47,7 +50,8 @@ Door = Callable[[np.ndarray[Any, Any], Path], Any]
 
 
 def once(array, at=2):
-    """A function `(step, state, results) -> state` that gives the memory at one step, and fills it at the next."""
+    """A function `(step, state, results) -> state` that gives the memory at one step, and fills it
+    at the next."""
 
     def give(step, state, _):
         if step == at:
@@ -71,12 +75,17 @@ def by_replace(array, path):
 
 def by_shard_state(array, path):
     state = make_state()
-    return jstep.shard_state(made_by_hand(state, filled(array, 5.0)), jax.make_mesh((2,), ("data",)))
+    return jstep.shard_state(
+        made_by_hand(state, filled(array, 5.0)), jax.make_mesh((2,), ("data",))
+    )
 
 
 def by_a_step(array, path):
-    """A step by hand reads the memory before it returns, or copies it: the program may run later."""
-    state, _ = make_step(donate=False)(made_by_hand(make_state(), filled(array, 5.0)), np.ones(SIZE, np.float32))
+    """A step by hand reads the memory before it returns, or copies it: the program may run
+    later."""
+    state, _ = make_step(donate=False)(
+        made_by_hand(make_state(), filled(array, 5.0)), np.ones(SIZE, np.float32)
+    )
     return state
 
 
@@ -119,7 +128,15 @@ def by_a_callback(array, path):
         hook = jstep.EvaluationHook(lambda state: {"x": 0.0}, every_n_steps=2, callbacks=[Keeps()])
         step = make_step(donate=False)
         rows = np.ones(SIZE, np.float32)
-        return jstep.train(step, make_state(), lambda n: rows, last, hooks=[hook], checkpoint_dir=path, progress=False)
+        return jstep.train(
+            step,
+            make_state(),
+            lambda n: rows,
+            last,
+            hooks=[hook],
+            checkpoint_dir=path,
+            progress=False,
+        )
 
     part(3)
     return part(8)

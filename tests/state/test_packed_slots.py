@@ -154,8 +154,11 @@ def test_checkpoints_have_the_names_of_whole_slots(tmp_path, monkeypatch):
         monkeypatch.setattr(packed_slots, "MIN_ABSENT", least)
         with jstep.Saver(tmp_path / path) as saver:
             restored = saver.restore(jstep.TrainState.create(params, optimizer))
-        expected = [(path, np.asarray(leaf).tolist()) for path, leaf in jstep_paths(states["packed"])]
-        assert [(path, np.asarray(leaf).tolist()) for path, leaf in jstep_paths(restored)] == expected
+        expected = [
+            (path, np.asarray(leaf).tolist()) for path, leaf in jstep_paths(states["packed"])
+        ]
+        found = [(path, np.asarray(leaf).tolist()) for path, leaf in jstep_paths(restored)]
+        assert found == expected
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -164,7 +167,9 @@ def test_packed_slots_are_sharded_like_their_parameters(kind):
     params = new_params()
     optimizer = partition_of(params)
     state = jstep.TrainState.create(params, optimizer, mesh=mesh, param_specs=PartitionSpec("data"))
-    by_shard_state = jstep.shard_state(jstep.TrainState.create(params, optimizer), mesh, PartitionSpec("data"))
+    by_shard_state = jstep.shard_state(
+        jstep.TrainState.create(params, optimizer), mesh, PartitionSpec("data")
+    )
     for sharded in (state, by_shard_state, trained(state, optimizer, 1)):
         for name in ("l00", "l39"):
             assert sharded.slots[f"{name}/momentum"][name].sharding.spec == PartitionSpec("data")
@@ -197,7 +202,9 @@ def test_frozen_leaves_and_wrappers():
     assert (state.params["l05"] == params["l05"]).all()
     assert not (state.params["l00"] == params["l00"]).all()
     assert sum(leaf is not None for leaf in state.slots["first/m"].values()) == 1
-    assert jax.tree.structure(state) == jax.tree.structure(jstep.TrainState.create(params, optimizer))
+    assert jax.tree.structure(state) == jax.tree.structure(
+        jstep.TrainState.create(params, optimizer)
+    )
 
 
 @pytest.mark.parametrize("make", [as_dict, as_nested])
@@ -212,9 +219,8 @@ def test_a_state_of_shardings_is_a_prefix(make):
         prefix = state.replace(params=one, slots=slots, global_step=one)
         step = jax.jit(lambda state: state, in_shardings=(prefix,), out_shardings=prefix)
         assert step(state) == state
-        assert jax.tree.structure(state.replace(params=one).replace(slots=slots, global_step=one)) == (
-            jax.tree.structure(prefix)
-        )
+        replaced = state.replace(params=one).replace(slots=slots, global_step=one)
+        assert jax.tree.structure(replaced) == jax.tree.structure(prefix)
 
 
 def test_arrays_of_more_leaves_stay_in_a_slot():

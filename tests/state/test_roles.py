@@ -1,4 +1,5 @@
-"""The roles of slots travel with a state: static, from the optimizer that made it, and never from names or shapes."""
+"""The roles of slots travel with a state: static, from the optimizer that made it, and never from
+names or shapes."""
 
 import copy
 import dataclasses
@@ -23,11 +24,15 @@ def custom(name, make):
     )
 
 
-@pytest.mark.parametrize("params", [1.0, {"w": 1.0}, {"w": np.ones(3, np.float32), "b": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "params", [1.0, {"w": 1.0}, {"w": np.ones(3, np.float32), "b": 0.0}], ids=str
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_slots_are_found_whatever_they_are_called(name, params):
     for each, shared in ((jnp.zeros_like, False), (lambda p: jnp.int32(0), False), (None, True)):
-        optimizer = custom(name, lambda p, each=each: jnp.float32(1.0) if each is None else jax.tree.map(each, p))
+        optimizer = custom(
+            name, lambda p, each=each: jnp.float32(1.0) if each is None else jax.tree.map(each, p)
+        )
         for wrapped, prefix in ((optimizer, ""), (jstep.scope(optimizer, "a"), "a/")):
             state = jstep.TrainState.create(params, wrapped)
             assert jstep.get_slot_names(state) == ([] if shared else [prefix + name])
@@ -45,7 +50,9 @@ def test_roles_stay_through_everything_that_makes_a_new_state():
         "shapes": jax.eval_shape(lambda: state),
         "step": step(state)[0],
         "shard_state": jstep.shard_state(state, jax.make_mesh((1,), ("data",))),
-        "vmap": jax.vmap(lambda w: jstep.TrainState.create({"w": w}, jstep.adam()))(jnp.ones((2, 4))),
+        "vmap": jax.vmap(lambda w: jstep.TrainState.create({"w": w}, jstep.adam()))(
+            jnp.ones((2, 4))
+        ),
     }
     for name, one in made.items():
         assert dict(one.roles) == dict(state.roles), name
@@ -62,7 +69,10 @@ def test_slots_of_square_matrices_lie_by_what_they_keep(axis_type):
     def half(path, leaf):
         return (leaf.shape[0],)
 
-    slots = {"up": jstep.Slot(shape=half, keeps="rows"), "down": jstep.Slot(shape=half, keeps="columns")}
+    slots = {
+        "up": jstep.Slot(shape=half, keeps="rows"),
+        "down": jstep.Slot(shape=half, keeps="columns"),
+    }
     optimizer = jstep.leafwise(rule, hyper={}, slots=slots, sparse=False, finished=True)
     state = jstep.TrainState.create(
         {"w": jnp.ones((4, 4))}, optimizer, mesh=mesh, param_specs=PartitionSpec("data", None)
@@ -85,13 +95,16 @@ def by_hand(state, x):
 def test_a_state_made_by_hand_in_a_step_keeps_the_roles(jit, steps_per_call):
     state = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
     step = jax.jit(by_hand) if jit else by_hand
-    after = jstep.train(step, state, lambda step: np.ones(4, np.float32), 4, steps_per_call=steps_per_call)
+    after = jstep.train(
+        step, state, lambda step: np.ones(4, np.float32), 4, steps_per_call=steps_per_call
+    )
     assert dict(after.roles) == dict(state.roles)
     assert int(after.global_step) == 4
 
 
 def test_a_state_made_by_hand_has_another_structure_unless_it_has_no_slots():
-    """JAX reuses the trace of a function for equal structures: what it knows of one would be used for the other."""
+    """JAX reuses the trace of a function for equal structures: what it knows of one would be used
+    for the other."""
     optimizer = jstep.adam()
     state = jstep.TrainState.create({"w": jnp.ones(4)}, optimizer)
     hand = jstep.TrainState(state.params, state.slots, state.global_step)
@@ -108,8 +121,11 @@ def test_a_state_made_by_hand_has_another_structure_unless_it_has_no_slots():
     assert placed.params["w"].sharding == there
     assert placed.roles == state.roles
     for slots, model_state in (({}, None), ({"model_state": jnp.ones(2)}, jnp.ones(2))):
-        created = jstep.TrainState.create(state.params, jstep.gradient_descent(0.1), model_state=model_state)
-        assert jax.tree.structure(jstep.TrainState(state.params, slots, jnp.int32(0))) == jax.tree.structure(created)
+        created = jstep.TrainState.create(
+            state.params, jstep.gradient_descent(0.1), model_state=model_state
+        )
+        made = jstep.TrainState(state.params, slots, jnp.int32(0))
+        assert jax.tree.structure(made) == jax.tree.structure(created)
 
 
 @pytest.mark.parametrize("name", NAMES)

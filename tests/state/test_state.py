@@ -12,7 +12,9 @@ import jstep
 
 
 def create(optimizer=None, **kwargs):
-    return jstep.TrainState.create({"dense": {"kernel": jnp.ones((2, 3))}}, optimizer or jstep.adam(), **kwargs)
+    return jstep.TrainState.create(
+        {"dense": {"kernel": jnp.ones((2, 3))}}, optimizer or jstep.adam(), **kwargs
+    )
 
 
 def test_create_copies_params():
@@ -21,7 +23,9 @@ def test_create_copies_params():
     state = jstep.TrainState.create(params, jstep.momentum(0.1, 0.9), model_state=model_state)
     params["v"][:] = 7  # the caller may reuse its NumPy arrays
     step = jstep.minimize(
-        lambda p, m, x: (jnp.sum(p["w"] * p["v"] * x), m), jstep.momentum(0.1, 0.9), has_model_state=True
+        lambda p, m, x: (jnp.sum(p["w"] * p["v"] * x), m),
+        jstep.momentum(0.1, 0.9),
+        has_model_state=True,
     )
     step(state, jnp.ones(3))
     np.testing.assert_array_equal(params["w"], 1.0)
@@ -34,7 +38,9 @@ def test_copy_false_keeps_arrays():
 
 
 def test_numbers_become_arrays_without_weak_types():
-    state = jstep.TrainState.create({"a": 1.0, "b": 2, "c": True, "d": np.float32(3), "e": None}, jstep.adam())
+    state = jstep.TrainState.create(
+        {"a": 1.0, "b": 2, "c": True, "d": np.float32(3), "e": None}, jstep.adam()
+    )
     dtypes = {k: (v.dtype, v.weak_type) for k, v in state.params.items() if v is not None}
     assert dtypes == {
         "a": (jnp.float32, False),
@@ -59,7 +65,8 @@ def test_slots_by_name_and_path():
     assert jstep.get_slot_names(bare) == ["m", "v"]
     assert jstep.get_slot(bare, "m", "") is bare.slots["m"]
     same_names = jstep.TrainState.create({"m": 1.0, "w": 2.0}, jstep.momentum(0.1, 0.9))
-    assert jstep.get_slot(same_names, "m", "w") is None  # not TF's order: the parameter "w" in the slot "m" of Adam
+    # It is not TF's order, the parameter "w" in the slot "m" of Adam.
+    assert jstep.get_slot(same_names, "m", "w") is None
     with pytest.raises(ValueError, match=r"use jstep.get_slot\(state, 'momentum', 'm'\)"):
         jstep.get_slot(same_names, "m", "momentum")
     assert jstep.get_slot(bare, "m", "w") is jstep.get_slot(lists, "accumulator", "") is None
@@ -78,7 +85,8 @@ def test_repr_is_a_short_summary():
     for one in (big, jax.eval_shape(lambda: big)):
         assert "params: 1,000,000 numbers in 1 leaf (3.81 MiB), slots: m (3.81 MiB)" in repr(one)
     assert "1 number in 1 leaf (4 B)" in repr(jstep.TrainState.create(1.0, jstep.adam()))
-    assert "1 number in 1 leaf (0 B)" in repr(jstep.TrainState({"w": 1.0}, {}, None))  # made by hand, of a number
+    # Made by hand, of a number.
+    assert "1 number in 1 leaf (0 B)" in repr(jstep.TrainState({"w": 1.0}, {}, None))
 
 
 def test_repr_survives_tracing_and_donation():
@@ -93,13 +101,18 @@ def test_repr_survives_tracing_and_donation():
 
 
 def test_states_compare_by_value():
-    state = jstep.TrainState.create({"w": jnp.array([1.0, jnp.nan]), "key": jax.random.key(0)}, jstep.adam(0.1))
+    state = jstep.TrainState.create(
+        {"w": jnp.array([1.0, jnp.nan]), "key": jax.random.key(0)}, jstep.adam(0.1)
+    )
     same = jax.tree.map(jnp.copy, state)
     for other, expected in (
         (state, True),
         (same, True),
         (state.replace(global_step=jnp.int32(1)), False),
-        (state.replace(global_step=jnp.int64(0) if jax.config.jax_enable_x64 else jnp.int16(0)), False),
+        (
+            state.replace(global_step=jnp.int64(0) if jax.config.jax_enable_x64 else jnp.int16(0)),
+            False,
+        ),
         (state.replace(params=None), False),
         (state.replace(params={**state.params, "w": jnp.array([2.0, jnp.nan])}), False),
         (jax.eval_shape(lambda: state), False),
@@ -121,8 +134,14 @@ def test_traced_and_donated_states_cannot_be_compared():
     def compared(one, other):
         return jnp.asarray([one == other, one != one])
 
-    for transformed in (jax.jit(compared), jax.vmap(compared, in_axes=(_axes(state), _axes(state)))):
-        with pytest.raises(TypeError, match=r"state == other: must not be traced.*jnp\.array_equal"):
+    for transformed in (
+        jax.jit(compared),
+        jax.vmap(compared, in_axes=(_axes(state), _axes(state))),
+    ):
+        with pytest.raises(
+            TypeError,
+            match=r"state == other: must not be traced.*jnp\.array_equal",
+        ):
             transformed(state, donated)
     with pytest.raises(TypeError, match="must not be traced"):
         jstep.TrainStep(lambda state, x: (state, {"same": state == state}))(state, 1.0)
@@ -164,14 +183,19 @@ def test_model_state_is_read_and_replaced():
     with pytest.raises(TypeError, match="model_state: the leaf at 'name' is a str, 'bn'"):
         jstep.TrainState.create({"w": 1.0}, jstep.adam(0.1), model_state={"name": "bn"})
     tensor = types.SimpleNamespace(shape=(2,), dtype="torch.float32")  # of another library
-    with pytest.raises(TypeError, match=r"params: the leaf at 'w' is of type SimpleNamespace, .* not an array"):
+    with pytest.raises(
+        TypeError,
+        match=r"params: the leaf at 'w' is of type SimpleNamespace, .* not an array",
+    ):
         jstep.TrainState.create({"w": tensor}, jstep.adam(0.1))
 
 
 def test_replaced_model_state_holds_arrays():
     """Numbers become arrays, as in `create`; shapes and shardings stay."""
     optimizer = jstep.gradient_descent(0.1)
-    state = jstep.TrainState.create({"w": 1.0}, optimizer, model_state={"seen": 0, "mean": 0.0, "on": False})
+    state = jstep.TrainState.create(
+        {"w": 1.0}, optimizer, model_state={"seen": 0, "mean": 0.0, "on": False}
+    )
     new = state.replace(model_state={"seen": 1, "mean": 2.0, "on": np.True_})
     kinds = {name: (leaf.dtype, leaf.weak_type) for name, leaf in new.model_state.items()}
     assert kinds == {name: (leaf.dtype, leaf.weak_type) for name, leaf in state.model_state.items()}
@@ -194,7 +218,9 @@ def test_an_array_at_two_places_becomes_two_and_says_so(how, caplog):
     mesh = jax.make_mesh((1,), ("data",)) if "mesh" in how else None
     state = jstep.TrainState.create(make if "function" in how else make(), optimizer, mesh=mesh)
     (record,) = caplog.records
-    assert record.getMessage().startswith("params: 'a/scale' and 'b' are the same array. The state stores a separate")
+    assert record.getMessage().startswith(
+        "params: 'a/scale' and 'b' are the same array. The state stores a separate"
+    )
     step = jstep.minimize(lambda p: jnp.sum(p["a"]["scale"]), optimizer)
     state, _ = step(state)
     np.testing.assert_allclose(state.params["a"]["scale"], 0.9)
@@ -250,7 +276,9 @@ def test_donated_step_raises():
 def test_eager_overflow_raises():
     with pytest.raises(ValueError, match=r"does not fit int32; enable jax_enable_x64"):
         jstep.increment_global_step(jstep.create_global_step(LAST - 1), 2)
-    unchanged = jstep.apply_gradients(state(LAST), {"w": jnp.float32(1)}, OPTIMIZER, increment_global_step=False)
+    unchanged = jstep.apply_gradients(
+        state(LAST), {"w": jnp.float32(1)}, OPTIMIZER, increment_global_step=False
+    )
     assert jstep.global_step(unchanged) == LAST
 
 
@@ -318,7 +346,10 @@ def test_boxed_variables(nnx):
             self.norm = nnx.BatchNorm(1, rngs=rngs)
 
     model = Model(nnx.Rngs(0))
-    with pytest.raises(TypeError, match=r"the variable at 'norm/mean' is an nnx\.BatchStat, which is not trained"):
+    with pytest.raises(
+        TypeError,
+        match=r"the variable at 'norm/mean' is an nnx\.BatchStat, which is not trained",
+    ):
         jstep.TrainState.create(model, jstep.adam())
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     optimizer = jstep.momentum(0.1, 0.9)

@@ -1,4 +1,5 @@
-"""Parameters put into a state: the slots that are copies of them come along, or a warning says that they do not."""
+"""Parameters put into a state: the slots that are copies of them come along, or a warning says that
+they do not."""
 
 import logging
 from typing import Any
@@ -16,7 +17,9 @@ from jstep.state.slots import master_params, slot_values
 
 WITH_COPIES = {
     "master_weights": lambda: jstep.master_weights(jstep.adamw(1e-3)),
-    "average": lambda: jstep.with_moving_average(jstep.adamw(1e-3), jstep.ExponentialMovingAverage(0.999)),
+    "average": lambda: jstep.with_moving_average(
+        jstep.adamw(1e-3), jstep.ExponentialMovingAverage(0.999)
+    ),
     "zero_debias": lambda: jstep.with_moving_average(
         jstep.adamw(1e-3), jstep.ExponentialMovingAverage(0.999, zero_debias=True)
     ),
@@ -33,7 +36,11 @@ WITH_COPIES = {
 
 
 def params_of(value: float, dtype: Any = jnp.float32) -> Any:
-    return {"b": jnp.full((8,), value, dtype), "n": jnp.int32(3), "w": jnp.full((8, 4), value, dtype)}
+    return {
+        "b": jnp.full((8,), value, dtype),
+        "n": jnp.int32(3),
+        "w": jnp.full((8, 4), value, dtype),
+    }
 
 
 def trained(optimizer: Any, state: jstep.TrainState, steps: int = 12) -> jstep.TrainState:
@@ -61,13 +68,21 @@ def test_what_is_loaded_stays(name: str, dtype: Any) -> None:
     for slot in names_of_copies(loaded):
         for leaf in jax.tree.leaves(slot_values(loaded, slot)):
             np.testing.assert_array_equal(leaf, 100.0)
-    kept = state.slots.keys() - set(names_of_copies(state)) - set(roles_in(state).names_with(Role.REMAINDER))
-    assert all(jax.tree.leaves(loaded.slots[slot]) == jax.tree.leaves(state.slots[slot]) for slot in kept)
+    kept = (
+        state.slots.keys()
+        - set(names_of_copies(state))
+        - set(roles_in(state).names_with(Role.REMAINDER))
+    )
+    assert all(
+        jax.tree.leaves(loaded.slots[slot]) == jax.tree.leaves(state.slots[slot]) for slot in kept
+    )
     assert loaded.global_step is state.global_step
     after = trained(optimizer, loaded)
     np.testing.assert_allclose(after.params["w"].astype(jnp.float32), 100.0, rtol=1e-2)
     if "average" in name or name == "zero_debias":
-        np.testing.assert_allclose(jstep.averaged_params(after)["w"].astype(jnp.float32), 100.0, rtol=1e-2)
+        np.testing.assert_allclose(
+            jstep.averaged_params(after)["w"].astype(jnp.float32), 100.0, rtol=1e-2
+        )
 
 
 @pytest.mark.thorough(except_for=["ftrl", "partition", "schedule_free_adamw"])
@@ -75,7 +90,10 @@ def test_what_is_loaded_stays(name: str, dtype: Any) -> None:
 def test_a_new_state_is_as_if_created_with_them(name: str) -> None:
     optimizer = TABLE[name].make(0.1)
     random = np.random.default_rng(0)
-    first, second = ({"w": np.float32(random.normal(size=(6, 4))), "b": np.full(4, i, np.float32)} for i in (1, 2))
+    first, second = (
+        {"w": np.float32(random.normal(size=(6, 4))), "b": np.full(4, i, np.float32)}
+        for i in (1, 2)
+    )
     made, wanted = (jstep.TrainState.create(p, optimizer) for p in (first, second))
     if roles_in(made).computing:
         with pytest.raises(ValueError, match="computes the parameters from its slots"):
@@ -85,9 +103,8 @@ def test_a_new_state_is_as_if_created_with_them(name: str) -> None:
     for slot, tree in wanted.slots.items():
         if roles_in(wanted).get(slot) is Role.AVERAGE:  # begins at zeros, or at values of its own
             tree = second
-        assert jax.tree.leaves(jax.tree.map(jnp.array_equal, made.slots[slot], tree)) == [True] * len(
-            jax.tree.leaves(tree)
-        ), slot
+        equal = jax.tree.leaves(jax.tree.map(jnp.array_equal, made.slots[slot], tree))
+        assert equal == [True] * len(jax.tree.leaves(tree)), slot
     assert jax.tree.structure(made) == jax.tree.structure(wanted)
 
 
@@ -112,7 +129,9 @@ def test_nothing_is_shared_with_what_was_given() -> None:
 
 
 @pytest.mark.thorough(except_for=["<lambda>"])
-@pytest.mark.parametrize("wrap", [jstep.master_weights, lambda inner: jstep.compact(inner, min_size=0)])
+@pytest.mark.parametrize(
+    "wrap", [jstep.master_weights, lambda inner: jstep.compact(inner, min_size=0)]
+)
 def test_a_low_precision_leaf_takes_float32(wrap: Any) -> None:
     optimizer = wrap(jstep.schedule_free_adamw(1e-3))
     exact = np.float32(np.random.default_rng(1).normal(size=(8, 4)))
@@ -121,7 +140,9 @@ def test_a_low_precision_leaf_takes_float32(wrap: Any) -> None:
     assert loaded.params["w"].dtype == jnp.bfloat16
     wanted = jstep.TrainState.create(params_of(1.0, jnp.bfloat16), optimizer)
     assert jax.tree.structure(loaded) == jax.tree.structure(wanted)
-    (masters,) = [state.slots[name]["w"] for name in ("master",) if name in state.slots] or [master_params(loaded)["w"]]
+    (masters,) = [state.slots[name]["w"] for name in ("master",) if name in state.slots] or [
+        master_params(loaded)["w"]
+    ]
     precise = loaded.slots["master"]["w"] if "master" in loaded.slots else masters
     np.testing.assert_allclose(precise, exact, rtol=2.0**-16)
     np.testing.assert_array_equal(slot_values(loaded, "z")["w"], precise)
@@ -146,20 +167,30 @@ def test_on_a_mesh_each_leaf_is_placed_as_before(axes: AxisType, slot_axis: str 
     state = jstep.TrainState.create(
         params_of(1.0, jnp.bfloat16), optimizer, mesh=mesh, param_specs=specs, slot_axis=slot_axis
     )
-    for given in (params_of(2.0, jnp.bfloat16), jax.tree.map(np.asarray, params_of(2.0, jnp.bfloat16))):
+    for given in (
+        params_of(2.0, jnp.bfloat16),
+        jax.tree.map(np.asarray, params_of(2.0, jnp.bfloat16)),
+    ):
         loaded = state.with_params(given)
-        assert jax.tree.map(lambda x: x.sharding, loaded) == jax.tree.map(lambda x: x.sharding, state)
+        assert jax.tree.map(lambda x: x.sharding, loaded) == jax.tree.map(
+            lambda x: x.sharding, state
+        )
         for name in names_of_copies(loaded):
             assert all(np.all(np.asarray(x) == 2.0) for x in jax.tree.leaves(loaded.slots[name]))
     with jax.set_mesh(jax.make_mesh((8,), ("other",))):
-        assert state.with_params(params_of(3.0, jnp.bfloat16)).params["w"].sharding == state.params["w"].sharding
+        assert (
+            state.with_params(params_of(3.0, jnp.bfloat16)).params["w"].sharding
+            == state.params["w"].sharding
+        )
 
 
 # The warning of a replacement that slots undo.
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "with_params" in record.getMessage()]
+    return [
+        record.getMessage() for record in caplog.records if "with_params" in record.getMessage()
+    ]
 
 
 @pytest.mark.thorough(except_for=["partition"])
@@ -197,14 +228,20 @@ def hooked(hook: Any, optimizer: Any = None, **options: Any) -> jstep.TrainState
     optimizer = optimizer or jstep.schedule_free_adamw(1e-3)
     step = jstep.minimize(lambda p, x: jnp.mean(p["w"] * x), optimizer)
     state = jstep.TrainState.create(params_of(1.0), optimizer)
-    return jstep.train(step, state, lambda n: np.float32(1), 6, hooks=[hook], progress=False, **options)
+    return jstep.train(
+        step, state, lambda n: np.float32(1), 6, hooks=[hook], progress=False, **options
+    )
 
 
 def by_hand(step: int, state: jstep.TrainState, metrics: Any) -> jstep.TrainState:
     return jstep.TrainState(params_of(float(step)), state.slots, state.global_step)
 
 
-def test_a_state_that_a_hook_returns_is_one_warning_in_a_run(caplog: pytest.LogCaptureFixture) -> None:
-    for runs, returned in enumerate((by_hand, lambda n, state, m: state.replace(params=params_of(float(n)))), 1):
+def test_a_state_that_a_hook_returns_is_one_warning_in_a_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for runs, returned in enumerate(
+        (by_hand, lambda n, state, m: state.replace(params=params_of(float(n)))), 1
+    ):
         hooked(jstep.every(1, returned))
         assert len(warnings_of(caplog)) == runs

@@ -1,4 +1,5 @@
-"""Files with a name of jstep's that somebody else made are never written, and what is no regular file is not read."""
+"""Files with a name of jstep's that somebody else made are never written, and what is no regular
+file is not read."""
 
 import errno
 import os
@@ -31,7 +32,10 @@ def test_a_file_of_somebody_else_is_not_opened(tmp_path, kind, append):
     path = tmp_path / "run" / "own"
     victims = put(kind, path, tmp_path / "victims")
     before = contents(path), contents(victims)
-    with pytest.raises(ForeignFileError, match=f"^{re.escape(str(path))}: jstep writes a file of this name, but it "):
+    with pytest.raises(
+        ForeignFileError,
+        match=f"^{re.escape(str(path))}: jstep writes a file of this name, but it ",
+    ):
         open_own(str(path), BEGINNING, append=append)
     assert (contents(path), contents(victims)) == before
 
@@ -46,10 +50,15 @@ def umask():
 
 
 @pytest.mark.parametrize(
-    "data", [b"", bytes(9000), BEGINNING[:3], LINE, LINE[:-1] + bytes(100), bytes(300) + LINE, b'{"kind": \xff\n']
-)
+    "data",
+    [
+        b"", bytes(9000), BEGINNING[:3], LINE, LINE[:-1] + bytes(100), bytes(300) + LINE,
+        b'{"kind": \xff\n',
+    ],
+)  # fmt: skip
 def test_own_files_are_opened(tmp_path, data):
-    """Empty, NULs as after a power cut, torn, whole, or whole after NULs; folders on the way may be links."""
+    """Empty, NULs as after a power cut, torn, whole, or whole after NULs; folders on the way may be
+    links."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     path = tmp_path / "link" / "own"
@@ -113,7 +122,9 @@ def test_a_full_log_is_renamed_only_where_it_was_opened(tmp_path):
     lines = growing_files.append_to(str(tmp_path / "run" / "log"), bool)
     os.rename(tmp_path / "run", tmp_path / "moved")
     (tmp_path / "run").symlink_to(tmp_path / "mine")
-    with pytest.raises(FileNotFoundError, match="log was replaced by another file, which is not moved"):
+    with pytest.raises(
+        FileNotFoundError, match="log was replaced by another file, which is not moved"
+    ):
         lines.set_aside()
     lines.close()
     assert os.listdir(tmp_path / "mine") == ["log"]
@@ -144,7 +155,8 @@ def test_a_part_of_a_log_that_is_a_link_is_not_read(tmp_path):
     (tmp_path / "secret").write_bytes(b"secret\n")
     (tmp_path / "log").write_bytes(LINE)
     (tmp_path / "latest").symlink_to("log")
-    assert [list(lines) for _, lines in growing_files.read_log_files(str(tmp_path / "latest"))] == [[LINE]]
+    files = growing_files.read_log_files(str(tmp_path / "latest"))
+    assert [list(lines) for _, lines in files] == [[LINE]]
     (tmp_path / "log.1").symlink_to("secret")
     with pytest.raises(OSError, match="is a link, not a regular file"):
         list(growing_files.read_log_files(str(tmp_path / "log")))
@@ -179,7 +191,9 @@ def test_own_files_do_not_take_the_mode_of_what_they_replace(tmp_path, umask, mo
     assert stat.S_IMODE((tmp_path / "replaced").stat().st_mode) == 0o640
 
 
-@pytest.mark.parametrize(("mode", "kept"), [(0o666, 0o666), (0o4755, 0o755), (0o2640, 0o640), (0o1600, 0o600)])
+@pytest.mark.parametrize(
+    ("mode", "kept"), [(0o666, 0o666), (0o4755, 0o755), (0o2640, 0o640), (0o1600, 0o600)]
+)
 def test_a_file_that_the_user_has_named_keeps_its_permissions_alone(tmp_path, umask, mode, kept):
     umask(0o027)
     path = tmp_path / "page"
@@ -192,7 +206,9 @@ def test_a_file_that_the_user_has_named_keeps_its_permissions_alone(tmp_path, um
 def ended_process():
     """Return the token of a process that has ended."""
     code = "from jstep.stores.owners import new_token; print(new_token())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     return done.stdout.strip()
 
 
@@ -203,13 +219,15 @@ def test_temporary_files_of_dead_processes_go(tmp_path):
     page = tmp_path / "report.html"
     kept = [
         owners.temporary_path(str(page), mine),
-        owners.temporary_path(str(page), f"00000000-{pid}-{started}-{end}"),  # another host or container
+        # Of another host or container.
+        owners.temporary_path(str(page), f"00000000-{pid}-{started}-{end}"),
         owners.temporary_path(str(tmp_path / "other.html"), dead),
         str(tmp_path / f".report.html.{'0' * 32}"),  # of an earlier version
         str(tmp_path / f".report.html.{dead}.tmp.bak"),
         str(tmp_path / f".report.html.{place}-{pid}-{started}.tmp"),
     ]
-    abandoned = owners.temporary_path(str(page), f"11111111-{pid}-{started}-{end}")  # elsewhere, long ago
+    # Left elsewhere, long ago.
+    abandoned = owners.temporary_path(str(page), f"11111111-{pid}-{started}-{end}")
     for path in (*kept, abandoned, owners.temporary_path(str(page), dead)):
         with open(path, "wb") as file:
             file.write(TEXT)
@@ -221,7 +239,9 @@ def test_temporary_files_of_dead_processes_go(tmp_path):
     folder = owners.temporary_path(str(page), dead[:-8] + "0" * 8)
     os.mkdir(folder)
     replace_file(str(page), b"new")
-    assert sorted(map(str, tmp_path.iterdir())) == sorted([*kept, link, folder, str(page), str(tmp_path / "victim")])
+    assert sorted(map(str, tmp_path.iterdir())) == sorted(
+        [*kept, link, folder, str(page), str(tmp_path / "victim")]
+    )
     owners.remove_temporary(str(tmp_path))
     assert not os.path.exists(owners.temporary_path(str(tmp_path / "other.html"), dead))
     assert os.path.exists(kept[0])
@@ -230,8 +250,12 @@ def test_temporary_files_of_dead_processes_go(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"pid": 10**400}, {"pid": -1}, {"pid": True}, {"pid": [1]}, {"pid": None}, {"pid": 2**40}, {"space": 5}]
-)
+    "change",
+    [
+        {"pid": 10**400}, {"pid": -1}, {"pid": True}, {"pid": [1]}, {"pid": None}, {"pid": 2**40},
+        {"space": 5},
+    ],
+)  # fmt: skip
 def test_a_process_that_cannot_be_is_not_alive(change):
     assert not owners.is_alive({**owners.this_process(), **change})
 

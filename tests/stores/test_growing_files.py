@@ -1,4 +1,5 @@
-"""Growing objects and files: how long an upload may delay its caller, and what happens after one that failed."""
+"""Growing objects and files: how long an upload may delay its caller, and what happens after one
+that failed."""
 
 import contextlib
 import errno
@@ -15,7 +16,8 @@ from jstep.stores.growing_files import LineFile, ObjectAppender
 
 
 class Bucket:
-    """A store that notes what is written, with the seconds allowed, and fails while `error` is set."""
+    """A store that notes what is written, with the seconds allowed, and fails while `error` is
+    set."""
 
     def __init__(self):
         self.calls, self.seconds, self.error = [], None, None
@@ -61,9 +63,11 @@ def test_an_upload_after_a_failure_delays_its_caller_for_seconds(caplog):
         ("a", b"H12", 5),
         ("a", b"H123", math.inf),
     ]
-    assert [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "jstep"] == [
-        ("WARNING", "no network; the data is kept, and the upload is retried")
-    ]
+    assert [
+        (record.levelname, record.getMessage())
+        for record in caplog.records
+        if record.name == "jstep"
+    ] == [("WARNING", "no network; the data is kept, and the upload is retried")]
 
 
 def test_an_object_is_full_at_its_size(monkeypatch):
@@ -76,7 +80,10 @@ def test_an_object_is_full_at_its_size(monkeypatch):
     lines.write(b"3")
     assert lines.due() < math.inf
     lines.write(b"45")
-    with pytest.raises(growing_files.StoreError, match=r"gs://bkt/a: 6 bytes are buffered in memory, not uploaded yet"):
+    with pytest.raises(
+        growing_files.StoreError,
+        match=r"gs://bkt/a: 6 bytes are buffered in memory, not uploaded yet",
+    ):
         lines.write(b"6")
     assert lines.sync()
     lines.write(b"67")
@@ -107,7 +114,14 @@ def test_a_line_that_does_not_fit_on_the_disk_is_not_written(tmp_path):
 def test_whether_there_may_be_a_file(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     names = ["file", ".", "none", "file/none", "null\0character", "x" * 300]
-    assert [may_be_file(str(tmp_path / name)) for name in names] == [True, False, False, False, False, False]
+    assert [may_be_file(str(tmp_path / name)) for name in names] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+        False,
+    ]
 
     monkeypatch.setattr(files.os, "stat", raising(PermissionError(errno.EACCES, "no")))
     assert may_be_file("file")

@@ -35,7 +35,8 @@ _WORDS = re.compile(r"open|mkfifo|link|truncate|tempfile|shutil|(read|write)_(te
 
 
 def test_files_are_opened_by_the_functions_that_check_them():
-    """Somebody else may have made them: `open_own` writes no other file, and `open_regular` reads no FIFO or device."""
+    """Somebody else may have made them: `open_own` writes no other file, and `open_regular` reads
+    no FIFO or device."""
     opening = {
         module
         for module, path in MODULES.items()

@@ -40,13 +40,15 @@ def round_trip(value):
 @pytest.mark.parametrize(
     "value",
     [
-        {"a": [1, 2.5, "x", None, True, {"b": []}]}, {"a": (1,)}, {1: 2}, b"\x00\xff", {"a": b"\x00"}, (), [()],
+        {"a": [1, 2.5, "x", None, True, {"b": []}]}, {"a": (1,)}, {1: 2}, b"\x00\xff",
+        {"a": b"\x00"}, (), [()],
         {"\ud800": 1}, {"n": 10**3000}, {"n": -(2**70)}, {None: 1}, {(1, b"x"): {}, "1": 0, 1: 1},
         {"a": float("inf")}, float("nan"), -0.0, "x",
         {"$tuple": [1]}, {"$": {"$set": 2}}, {"$a": 1, "b": 2}, [True, 1, 2**63], (None, "a"),
         collections.OrderedDict([("b", 1), ("a", 2)]), {"b": 1, "a": 2},
-        np.float64(0.5), np.float32("nan"), np.str_(""), np.bytes_(b"x"), np.bool_(True), np.datetime64("2026-11-22"),
-        np.int64(3), ml_dtypes.bfloat16(2), np.zeros(1, [("a", "i4")])[0],
+        np.float64(0.5), np.float32("nan"), np.str_(""), np.bytes_(b"x"), np.bool_(True),
+        np.datetime64("2026-11-22"), np.int64(3), ml_dtypes.bfloat16(2),
+        np.zeros(1, [("a", "i4")])[0],
     ],
     ids=lambda value: repr(value)[:40],
 )  # fmt: skip
@@ -63,16 +65,18 @@ def test_long_integers_survive():
 @pytest.mark.parametrize(
     "array",
     [
-        np.arange(6).reshape(2, 3)[:, ::2], np.asfortranarray(np.ones((2, 3), ">f4")), np.array("abc"),
-        np.arange(24).reshape(2, 3, 4).transpose(0, 2, 1), np.arange(24).reshape(2, 3, 4).transpose(1, 2, 0)[::-1, ::2],
+        np.arange(6).reshape(2, 3)[:, ::2], np.asfortranarray(np.ones((2, 3), ">f4")),
+        np.array("abc"), np.arange(24).reshape(2, 3, 4).transpose(0, 2, 1),
+        np.arange(24).reshape(2, 3, 4).transpose(1, 2, 0)[::-1, ::2],
         np.zeros((3, 1, 2)).T, np.zeros((2, 3), "U2").T,
         np.zeros((0, 3)),
         np.array([b"x", b""]), np.array(["2026"], "M8[D]"), np.array([True]), np.array(-0.0),
-        np.ones(3, ml_dtypes.int4), np.ones(3, ml_dtypes.bfloat16), np.zeros((2, 0), ml_dtypes.float8_e4m3fn),
-        np.zeros(2, "V3"),
-        np.zeros(2, "m8[25s]"), np.zeros(2, "M8"), np.zeros(0, "U0"), np.ones(2, np.longdouble), np.ones(2, "c16"),
-        np.zeros(2, [(("title", "a"), "u2"), ("b", [("c", ">i8")], (2, 1))]), np.ones(2, ml_dtypes.float8_e4m3b11fnuz),
-        np.zeros(2, [("a", "i4"), ("b", "f8", (2,))]), np.zeros(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
+        np.ones(3, ml_dtypes.int4), np.ones(3, ml_dtypes.bfloat16),
+        np.zeros((2, 0), ml_dtypes.float8_e4m3fn), np.zeros(2, "V3"),
+        np.zeros(2, "m8[25s]"), np.zeros(2, "M8"), np.zeros(0, "U0"), np.ones(2, np.longdouble),
+        np.ones(2, "c16"), np.zeros(2, [(("title", "a"), "u2"), ("b", [("c", ">i8")], (2, 1))]),
+        np.ones(2, ml_dtypes.float8_e4m3b11fnuz), np.zeros(2, [("a", "i4"), ("b", "f8", (2,))]),
+        np.zeros(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
     ],
     ids=lambda array: f"{array.dtype} {array.shape}",
 )  # fmt: skip
@@ -87,9 +91,13 @@ def test_arrays_survive(array):
 
 
 def test_the_order_of_axes_in_memory_is_kept():
-    """Sums are rounded by it; broadcasting is not kept, and sums as if each element had its own memory."""
+    """Sums are rounded by it; broadcasting is not kept, and sums as if each element had its own
+    memory."""
     rng = np.random.default_rng(0)
-    arrays = [rng.normal(size=(7, 11, 13)).astype(np.float32).transpose(axes) for axes in [(0, 2, 1), (1, 2, 0)]]
+    arrays = [
+        rng.normal(size=(7, 11, 13)).astype(np.float32).transpose(axes)
+        for axes in [(0, 2, 1), (1, 2, 0)]
+    ]
     arrays += [
         np.asfortranarray(rng.normal(size=(37, 53)))[:, ::-2],
         np.broadcast_to(rng.normal(size=(1, 53)), (37, 53)),
@@ -115,7 +123,8 @@ def test_generators_of_numpy_continue(bits):
     generator.spawn(1)
     found, state = round_trip({"rng": generator})["rng"], np.random.RandomState(bits(3))
     assert np.array_equal(
-        found.integers(99, size=700, dtype=np.uint32), generator.integers(99, size=700, dtype=np.uint32)
+        found.integers(99, size=700, dtype=np.uint32),
+        generator.integers(99, size=700, dtype=np.uint32),
     )
     set_in_place = np.random.Generator(bits(4))
     set_generator(set_in_place, found)
@@ -137,7 +146,9 @@ def test_generators_of_python_continue():
 
 def test_tensors_survive():
     torch = pytest.importorskip("torch")
-    kinds = ["float32", "bfloat16", "float16", "int64", "uint8", "bool", "complex64", "float8_e4m3fn"]
+    kinds = [
+        "float32", "bfloat16", "float16", "int64", "uint8", "bool", "complex64", "float8_e4m3fn",
+    ]  # fmt: skip
     for dtype in [getattr(torch, name) for name in kinds]:
         for shape in [(), (3,), (0, 2), (3, 2)]:
             tensor = torch.ones(shape).to(dtype)
@@ -146,7 +157,12 @@ def test_tensors_survive():
             assert (found.dtype, found.shape, repr(found)) == (dtype, tensor.shape, repr(tensor))
             if tensor.numel():  # the strides of an empty tensor address nothing
                 assert found.stride() == tensor.stride()
-    for refused in (torch.ones(2).to_sparse(), torch.ones(2, device="meta"), torch.Generator(), torch.float32):
+    for refused in (
+        torch.ones(2).to_sparse(),
+        torch.ones(2, device="meta"),
+        torch.Generator(),
+        torch.float32,
+    ):
         with pytest.raises(UnsupportedError, match="torch"):
             encode(refused)
     with pytest.raises(ValueError, match=r"torch\.dtype"):
@@ -157,7 +173,8 @@ def test_the_json_is_that_of_earlier_versions():
     """Checkpoints hold it."""
     value = {
         "plain": [1, 2.5, "x", None, True], "tuple": (1, (2.5,)),
-        "keys": {1: 2, "b": None}, "tag": {"$a": 1}, "ordered": collections.OrderedDict(b=1), "bytes": b"\x00\xff",
+        "keys": {1: 2, "b": None}, "tag": {"$a": 1},
+        "ordered": collections.OrderedDict(b=1), "bytes": b"\x00\xff",
         "int": 2**70, "floats": [float("nan"), float("-inf")],
         "array": np.array([[1, 2]], ">i2"), "fields": np.zeros(1, [("a", "i1")]),
         "scalar": np.float32(0.5), "jax": jnp.ones(2, jnp.bfloat16),
@@ -178,7 +195,8 @@ def test_the_json_is_that_of_earlier_versions():
         "array": {"$array": array(">i2", [1, 2], "AAEAAg==")},
         "fields": {"$array": array([{"$tuple": ["a", "|i1"]}], [1], "AA==")},
         "scalar": {"$scalar": array("<f4", [], "AAAAPw==")},
-        "jax": of_jax(array("bfloat16", [2], "gD+APw==")), "weak": of_jax(array("<f4", [], "AAAAQA=="), weak=True),
+        "jax": of_jax(array("bfloat16", [2], "gD+APw==")),
+        "weak": of_jax(array("<f4", [], "AAAAQA=="), weak=True),
         "key": of_jax(array("<u4", [2], "AAAAAAEAAAA="), impl="threefry2x32"),
     }  # fmt: skip
     assert encode(value) == expected
@@ -216,11 +234,16 @@ def test_depth_is_limited_to_what_a_checkpoint_accepts(tmp_path):
 
 @pytest.mark.parametrize("text", NOT_ENCODED.read_text(encoding="utf-8").splitlines())
 def test_what_was_not_encoded_is_refused(text):
-    with pytest.raises(ValueError, match=r"^the tag '\$(new|same|aliased|view|file)' is not known|^\$[a-z_]+: "):
+    with pytest.raises(
+        ValueError,
+        match=r"^the tag '\$(new|same|aliased|view|file)' is not known|^\$[a-z_]+: ",
+    ):
         decode({"a": [json.loads(text)]})
 
 
-@pytest.mark.parametrize(("bits", "at"), [(np.random.MT19937, 625), (np.random.MT19937, -1), (np.random.Philox, 5)])
+@pytest.mark.parametrize(
+    ("bits", "at"), [(np.random.MT19937, 625), (np.random.MT19937, -1), (np.random.Philox, 5)]
+)
 def test_a_generator_cannot_read_outside_its_buffer(bits, at):
     encoded = encode(bits(3))
     state = encoded["$bit_generator"]["state"]
@@ -232,7 +255,9 @@ def test_a_generator_cannot_read_outside_its_buffer(bits, at):
         decode(encoded)
 
 
-@pytest.mark.parametrize("make", [np.random.default_rng, np.random.MT19937, np.random.RandomState, random.Random])
+@pytest.mark.parametrize(
+    "make", [np.random.default_rng, np.random.MT19937, np.random.RandomState, random.Random]
+)
 def test_a_generator_is_in_one_place(make):
     one = make(1)
     with pytest.raises(UnsupportedError, match=r"^\['b'\]\[0\] is a \w+ that is in several places"):
@@ -247,15 +272,20 @@ def test_a_generator_is_in_one_place(make):
 @pytest.mark.parametrize(
     "value",
     [
-        jnp.arange(6).reshape(2, 3), jnp.ones(2, jnp.bfloat16), jnp.asarray(1.5), jnp.asarray(2), jnp.zeros((0, 2)),
-        jnp.broadcast_to(jnp.asarray(0.1), (2, 2)), jnp.zeros(LARGE // 4 + 1), jax.random.PRNGKey(0),
+        jnp.arange(6).reshape(2, 3), jnp.ones(2, jnp.bfloat16), jnp.asarray(1.5), jnp.asarray(2),
+        jnp.zeros((0, 2)), jnp.broadcast_to(jnp.asarray(0.1), (2, 2)), jnp.zeros(LARGE // 4 + 1),
+        jax.random.PRNGKey(0),
     ],
     ids=range(8),
 )  # fmt: skip
 def test_arrays_of_jax_survive(value):
     (found,) = round_trip([value])
     assert isinstance(found, jax.Array)
-    assert (found.dtype, found.shape, found.weak_type) == (value.dtype, value.shape, value.weak_type)
+    assert (found.dtype, found.shape, found.weak_type) == (
+        value.dtype,
+        value.shape,
+        value.weak_type,
+    )
     np.testing.assert_array_equal(found, value)
     assert decode(copy_encodable(value)).dtype == value.dtype
 
@@ -266,7 +296,9 @@ def test_keys_survive(impl):
     found, several = round_trip((key, jax.random.split(key, 3)))
     assert (found.dtype, several.shape) == (key.dtype, (3,))
     np.testing.assert_array_equal(jax.random.normal(found, 2), jax.random.normal(key, 2))
-    np.testing.assert_array_equal(jax.random.key_data(several), jax.random.key_data(jax.random.split(key, 3)))
+    np.testing.assert_array_equal(
+        jax.random.key_data(several), jax.random.key_data(jax.random.split(key, 3))
+    )
 
 
 def test_a_copy_outlives_an_array_that_is_donated():
@@ -274,7 +306,10 @@ def test_a_copy_outlives_an_array_that_is_donated():
     copy = copy_encodable({"a": array})
     array.delete()
     np.testing.assert_array_equal(decode(as_json(copy))["a"], np.arange(4.0))
-    with pytest.raises(UnsupportedError, match=r"^\['a'\] is a JAX array that is traced, was donated, or has parts"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"^\['a'\] is a JAX array that is traced, was donated, or has parts",
+    ):
         copy_encodable({"a": array})
     with pytest.raises(UnsupportedError, match="traced"):
         jax.eval_shape(lambda x: copy_encodable([x]), 1.0)
@@ -303,7 +338,11 @@ def test_large_arrays_are_files():
     linked = resolve_files(encoded, lambda name: ExternalBytes(load=files[name].read))
     for found in (decode(linked), decode(as_json(linked)), decode(copy_encodable(value))):
         np.testing.assert_array_equal(found["a"], block)
-        assert (found["b"][0], found["c"].shape, found["d"].shape) == (value["b"][0], (LARGE,), (9,))
+        assert (found["b"][0], found["c"].shape, found["d"].shape) == (
+            value["b"][0],
+            (LARGE,),
+            (9,),
+        )
     again = AttachedFiles("position.")
     assert as_json(linked, again) == encoded
     assert again == files
@@ -319,11 +358,22 @@ def test_the_limit_is_64_kb():
 
 
 def test_sizes_are_those_of_arrays_bytes_and_lists():
-    sizes = {b"abc" * 50: 150, "abc" * 50: 150, 1: 8, (1,) * 99: 792, (b"a" * 99, (b"b" * 99,)): 198}
+    sizes = {
+        b"abc" * 50: 150,
+        "abc" * 50: 150,
+        1: 8,
+        (1,) * 99: 792,
+        (b"a" * 99, (b"b" * 99,)): 198,
+    }
     assert {value: encoded_size(copy_encodable(value)) for value in sizes} == sizes
     assert encoded_size(ExternalBytes(b"a")) > LARGE
     for size in (10, 10**5):
-        for value in (np.zeros(size, np.uint8), jnp.zeros(size, jnp.uint8), [0] * (size // 8), {"a": bytes(size)}):
+        for value in (
+            np.zeros(size, np.uint8),
+            jnp.zeros(size, jnp.uint8),
+            [0] * (size // 8),
+            {"a": bytes(size)},
+        ):
             assert (encoded_size(copy_encodable([value])) > LARGE) == (size > LARGE)
 
 
@@ -340,7 +390,13 @@ def test_large_bytes_that_were_written_are_compared_by_their_hash():
 
 @pytest.mark.parametrize(
     "value",
-    [np.ones((2, 3)).T, jnp.ones(2), np.float32(1), np.random.default_rng(0), np.random.SeedSequence(1)],
+    [
+        np.ones((2, 3)).T,
+        jnp.ones(2),
+        np.float32(1),
+        np.random.default_rng(0),
+        np.random.SeedSequence(1),
+    ],
     ids=["array", "jax", "scalar", "generator", "seed"],
 )
 def test_a_part_that_is_not_known_is_refused(value):

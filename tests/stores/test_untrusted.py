@@ -1,4 +1,5 @@
-"""What somebody else wrote: paths, links, sizes, numbers and keys, and that each reader asks `stores/untrusted.py`."""
+"""What somebody else wrote: paths, links, sizes, numbers and keys, and that each reader asks
+`stores/untrusted.py`."""
 
 import ast
 import os
@@ -105,7 +106,10 @@ def test_a_link_below_the_directory_of_a_run(tmp_path, is_linked_above):
         assert link_below(f"{given}/inner/logs", run) is None
     assert link_below(str(tmp_path / "real/mine"), run) is None
     assert link_below(run, run) is None
-    with pytest.raises(ForeignFileError, match=r"best: is a link below .* nothing is written through it"):
+    with pytest.raises(
+        ForeignFileError,
+        match=r"best: is a link below .* nothing is written through it",
+    ):
         check_no_links(f"{run}/best", run)
 
 
@@ -151,9 +155,16 @@ def test_links_are_followed_only_on_demand(tmp_path):
 
 
 def test_numbers_that_a_step_and_a_time_can_have():
-    assert [is_step(value) for value in (0, 2**63 - 1, 2**63, -1, True, 1.0, "1")] == [True, True] + [False] * 5
-    assert [is_seconds(value) for value in (0, 3e9, 1e308, 10**400, -1, float("nan"))] == [True, True] + [False] * 4
-    assert [step_in(text) for text in ("7", "9" * 18, "9" * 19, "9" * 5000)] == [7, 10**18 - 1, None, None]
+    values = (0, 2**63 - 1, 2**63, -1, True, 1.0, "1")
+    assert [is_step(value) for value in values] == [True, True] + [False] * 5
+    values = (0, 3e9, 1e308, 10**400, -1, float("nan"))
+    assert [is_seconds(value) for value in values] == [True, True] + [False] * 4
+    assert [step_in(text) for text in ("7", "9" * 18, "9" * 19, "9" * 5000)] == [
+        7,
+        10**18 - 1,
+        None,
+        None,
+    ]
 
 
 def test_keys_with_one_hash():
@@ -168,8 +179,17 @@ def test_keys_with_one_hash():
 
 
 def test_an_entropy_that_would_take_quadratic_time():
-    seed = {"entropy": {"$int": "f" * 10**6}, "spawn_key": [], "pool_size": 4, "n_children_spawned": 0}
-    for change in ({}, {"entropy": 1, "spawn_key": [{"$int": "f" * 10**6}]}, {"entropy": [1] * 10**5}):
+    seed = {
+        "entropy": {"$int": "f" * 10**6},
+        "spawn_key": [],
+        "pool_size": 4,
+        "n_children_spawned": 0,
+    }
+    for change in (
+        {},
+        {"entropy": 1, "spawn_key": [{"$int": "f" * 10**6}]},
+        {"entropy": [1] * 10**5},
+    ):
         with pytest.raises(ValueError, match="at most 65536 bits"):
             tagged_json.decode({"$seed_sequence": seed | change})
 
@@ -238,23 +258,39 @@ def test_json_of_others_is_decoded_by_the_function_that_bounds_it():
 
 
 def test_directories_of_others_are_walked_by_the_function_that_follows_no_link():
-    assert callers_of({"os.walk", "os.scandir", "glob.glob", "shutil.copytree"}).keys() <= WALKS.keys()
+    assert (
+        callers_of({"os.walk", "os.scandir", "glob.glob", "shutil.copytree"}).keys() <= WALKS.keys()
+    )
 
 
 def test_steps_in_names_are_read_by_the_function_that_bounds_them():
     calls = callers_of({"int"})
-    readers = {module for module in calls if module.partition(".")[0] in ("checkpoint", "look", "record", "stores")}
-    of_names = {module for module in readers if any("match[" in call or "partition(" in call for call in calls[module])}
+    readers = {
+        module
+        for module in calls
+        if module.partition(".")[0] in ("checkpoint", "look", "record", "stores")
+    }
+    of_names = {
+        module
+        for module in readers
+        if any("match[" in call or "partition(" in call for call in calls[module])
+    }
     assert of_names - {"stores.owners", "record.starts", "record.stall_files"} <= NUMBERS.keys()
 
 
 def test_nothing_is_unpickled():
     loaders = {"pickle.loads", "pickle.load", "pickle.Unpickler", "torch.load", "joblib.load"}
-    assert not callers_of(loaders | {"np.load", "numpy.load", "jnp.load"}), "`allow_pickle` runs programs, too"
+    assert not callers_of(loaders | {"np.load", "numpy.load", "jnp.load"}), (
+        "`allow_pickle` runs programs, too"
+    )
 
 
 def test_programs_and_sockets_have_one_place_each():
-    programs = callers_of({"subprocess.run", "subprocess.Popen", "os.system", "os.execv", "eval", "exec"})
-    assert programs.keys() <= {"record.code"}, "git, which `record/code.py` asks with the programs of a config off"
+    programs = callers_of(
+        {"subprocess.run", "subprocess.Popen", "os.system", "os.execv", "eval", "exec"}
+    )
+    assert programs.keys() <= {"record.code"}, (
+        "git, which `record/code.py` asks with the programs of a config off"
+    )
     sockets = callers_of({"socket.create_connection", "socket.socket", "urllib.request.urlopen"})
     assert sockets.keys() <= {"distributed.launcher"}, "the coordinator of several processes"

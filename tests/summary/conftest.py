@@ -69,7 +69,8 @@ def state_and_batch():
 
 @pytest.fixture(scope="session")
 def logdir(tmp_path_factory):
-    """A log directory with a run `demo` that contains scalars, a graph, text and hyperparameters."""
+    """A log directory with a run `demo` that contains scalars, a graph, text and
+    hyperparameters."""
     path = tmp_path_factory.mktemp("logs")
     with summary.SummaryWriter(path / "demo") as writer:
         writer.add_graph(train_step, *state_and_batch())

@@ -1,4 +1,5 @@
-"""`collect`, `merge` and `merge_all`: which summaries they return, eagerly and under transformations."""
+"""`collect`, `merge` and `merge_all`: which summaries they return, eagerly and under
+transformations."""
 
 import functools
 import gc
@@ -78,7 +79,10 @@ def loss_fn(x):
     return x**2
 
 
-LOST = r"summary 'inside', made at .*test_collect\.py:\d+, .* return it, and add it to the outer ones by merge"
+LOST = (
+    r"summary 'inside', made at .*test_collect\.py:\d+, .* return it, "
+    r"and add it to the outer ones by merge"
+)
 NESTED = {
     "grad": lambda fn, x: jax.grad(fn)(x),
     "jit": lambda fn, x: jax.jit(fn)(x),
@@ -113,12 +117,15 @@ def test_returned_summaries_are_collected(around):
     (_, returned, stacked), collected = around(collect(fn))(1.0)
     assert returned["inner"].tags == ("inside",)
     assert stacked.tags == ("scanned",)
-    assert values(collected) == {"outside": 1.0, "scanned": [0.0, 1.0, 2.0]}  # the inner collect received `inside`
+    # The inner collect received `inside`.
+    assert values(collected) == {"outside": 1.0, "scanned": [0.0, 1.0, 2.0]}
 
 
 def test_merge_adds_returned_summaries_to_a_collection():
     def fn(x):
-        (_, collected), grad = jax.value_and_grad(lambda x: (x**2, scalar("inside", x)), has_aux=True)(x)
+        (_, collected), grad = jax.value_and_grad(
+            lambda x: (x**2, scalar("inside", x)), has_aux=True
+        )(x)
         merge([collected], collections=("summaries",))
         return grad
 

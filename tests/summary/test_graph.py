@@ -57,7 +57,8 @@ def nodes(graph):
     by_name = {node.name: node for node in graph.node}
     assert len(by_name) == len(graph.node)  # names are unique
     for node in graph.node:
-        assert {name.partition(":")[0] for name in node.input} <= by_name.keys(), node  # inputs refer to nodes
+        # Inputs refer to nodes.
+        assert {name.partition(":")[0] for name in node.input} <= by_name.keys(), node
         assert re.fullmatch(r"[A-Za-z0-9.][A-Za-z0-9_.\-/]*", node.name)
     assert graph_pb2.GraphDef.FromString(graph.SerializeToString()) == graph
     return by_name
@@ -79,7 +80,14 @@ def test_a_node_for_each_argument_equation_and_result():
 
 def test_names_of_scopes_calls_and_gradients():
     by_name = nodes(graph_def(train_step, STATE, BATCH))
-    for name in ("dense/dot_general", "blocks/block_1", "cond", "while", "scan", "gradients/dense/dot_general"):
+    for name in (
+        "dense/dot_general",
+        "blocks/block_1",
+        "cond",
+        "while",
+        "scan",
+        "gradients/dense/dot_general",
+    ):
         assert name in by_name, sorted(by_name)
     assert by_name["dense/dot_general"].input == ["1/x", "0/params/dense/kernel"]
     assert by_name["blocks/block_1"].input == ["blocks/block", "0/params/square"]

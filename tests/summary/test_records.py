@@ -1,4 +1,5 @@
-"""Event files: framing, checksums, truncated or corrupted records, and the series of scalars that are read."""
+"""Event files: framing, checksums, truncated or corrupted records, and the series of scalars that
+are read."""
 
 import math
 import os
@@ -76,7 +77,9 @@ def test_error_for_any_flipped_bit_names_the_offset(tmp_path_factory, position, 
     with open(writer.path, "wb") as out:
         out.write(data)
     record = max(i for i, begin in enumerate(begins) if begin <= position)
-    with pytest.raises(DataLossError, match=f"corrupted record at offset {begins[record]}:") as caught:
+    with pytest.raises(
+        DataLossError, match=f"corrupted record at offset {begins[record]}:"
+    ) as caught:
         list(summary.summary_iterator(writer.path))
     assert (caught.value.path, caught.value.offset) == (writer.path, begins[record])
 
@@ -88,7 +91,9 @@ def test_events_before_a_corrupted_record_are_read(file):
         out.write(b"\x00\x00")
     events = summary.summary_iterator(file)
     assert [next(events).step for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(DataLossError, match=f"{file}: corrupted record at offset {begins[3]}: the checksum of its"):
+    with pytest.raises(
+        DataLossError, match=f"{file}: corrupted record at offset {begins[3]}: the checksum of its"
+    ):
         next(events)
 
 
@@ -127,7 +132,9 @@ TYPES = proto("DataType")
 
 def tensor(plugin: str = "scalars", **fields: Any) -> Any:
     metadata = proto("SummaryMetadata")(plugin_data={"plugin_name": plugin})
-    return proto("Summary").Value(tag="loss", metadata=metadata, tensor=proto("TensorProto")(**fields))
+    return proto("Summary").Value(
+        tag="loss", metadata=metadata, tensor=proto("TensorProto")(**fields)
+    )
 
 
 def content(dtype: str, *numbers: float) -> bytes:
@@ -172,10 +179,15 @@ def test_later_events_and_starts_replace_points() -> None:
         add(step, "b", step)
     add(2, "a", 5)
     add(3, status=stop)
-    assert points() == {"b": [Point(n, 10.0 * n, n) for n in (1, 2, 3, 4)], "a": [Point(2, 20.0, 5)]}
+    assert points() == {
+        "b": [Point(n, 10.0 * n, n) for n in (1, 2, 3, 4)],
+        "a": [Point(2, 20.0, 5)],
+    }
     add(3, status=start)
     assert {tag: list(one.steps) for tag, one in series.items()} == {"b": [1, 2], "a": [2]}
-    assert [(list(steps), list(values)) for steps, values in series["b"].rewound] == [([3, 4], [3.0, 4.0])]
+    assert [(list(steps), list(values)) for steps, values in series["b"].rewound] == [
+        ([3, 4], [3.0, 4.0])
+    ]
     add(2, "b", 7)
     add(5, "b", math.inf)
     assert points()["b"] == [Point(1, 10.0, 1), Point(2, 20.0, 7), Point(5, 50.0, math.inf)]

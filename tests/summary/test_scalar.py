@@ -25,7 +25,9 @@ def all_scalars(events):
     return {tag: scalars(events, tag) for tag in events.Tags()["scalars"]}
 
 
-@pytest.mark.parametrize(("value", "expected"), [(3, 3.0), (True, 1.0), (np.int8(-1), -1.0), (2**40, 2.0**40)])
+@pytest.mark.parametrize(
+    ("value", "expected"), [(3, 3.0), (True, 1.0), (np.int8(-1), -1.0), (2**40, 2.0**40)]
+)
 def test_integers_and_bools(written, value, expected):
     assert all_scalars(written(summary.scalar("n", value), 1)) == {"n": [(1, expected)]}
 
@@ -38,7 +40,9 @@ def test_overflow_of_float32_and_nan(written):
 
 
 @pytest.mark.parametrize("tags", [["a", "b"], np.array(["a", "b"])])
-@pytest.mark.parametrize("values", [[1.0, 2.0], (1.0, np.float32(2)), np.array([1, 2]), jnp.array([1.0, 2.0])])
+@pytest.mark.parametrize(
+    "values", [[1.0, 2.0], (1.0, np.float32(2)), np.array([1, 2]), jnp.array([1.0, 2.0])]
+)
 def test_vectors_of_tags_and_values(written, tags, values):
     read = all_scalars(written(summary.scalar(tags, values), 1))
     assert read == {"a": [(1, 1.0)], "b": [(1, 2.0)]}
@@ -49,7 +53,11 @@ def test_values_are_captured_at_the_call(written):
     donated = jnp.float32(2.0)
     pending = jax.jit(lambda x: jnp.linalg.norm(x @ x) * 0 + 3.0)(jnp.ones((500, 500)))
     created = summary.merge(
-        [summary.scalar("host", host), summary.scalar("device", donated), summary.scalar("new", pending)]
+        [
+            summary.scalar("host", host),
+            summary.scalar("device", donated),
+            summary.scalar("new", pending),
+        ]
     )
     host[...] = -1
     donated.delete()
@@ -119,7 +127,9 @@ def test_summaries_are_legal_results_of_transformations():
     legal = {
         "jit": jax.jit(everything),
         "vmap": lambda x: jax.vmap(everything)(jnp.stack([x, x])),
-        "value_and_grad": lambda x: jax.value_and_grad(lambda x: (x.sum(), everything(x)), has_aux=True)(x)[0][1],
+        "value_and_grad": lambda x: jax.value_and_grad(
+            lambda x: (x.sum(), everything(x)), has_aux=True
+        )(x)[0][1],
         "cond": lambda x: jax.lax.cond(x.sum() > 0, everything, everything, x),
         "checkpoint": jax.checkpoint(everything),
     }
@@ -158,19 +168,33 @@ def test_floats_are_rescaled_as_tensorflow_documents_it(values, expected, dtype)
 
 
 def test_float64(x64):
-    assert pixels(summary.image("x", row_image([0.0, 0.5, 1.0], np.float64))).ravel().tolist() == [0, 127, 255]
+    assert pixels(summary.image("x", row_image([0.0, 0.5, 1.0], np.float64))).ravel().tolist() == [
+        0,
+        127,
+        255,
+    ]
 
 
 def test_each_image_is_rescaled_separately():
     batch = np.concatenate([row_image([0.0, 1.0]), row_image([0.0, 100.0]), row_image([-5.0, 0.0])])
-    assert pixels(summary.image("x", batch)).reshape(3, 2).tolist() == [[0, 255], [0, 255], [0, 127]]
+    assert pixels(summary.image("x", batch)).reshape(3, 2).tolist() == [
+        [0, 255],
+        [0, 255],
+        [0, 127],
+    ]
 
 
 def test_nonfinite_pixels_are_red_and_do_not_affect_the_scale():
-    rgb = np.array([[0.0, 0.5, 1.0], [np.nan, 9.0, 9.0], [np.inf, 0, 0]], np.float32).reshape(1, 1, 3, 3)
+    rgb = np.array([[0.0, 0.5, 1.0], [np.nan, 9.0, 9.0], [np.inf, 0, 0]], np.float32).reshape(
+        1, 1, 3, 3
+    )
     expected = [[0, 127, 255], [255, 0, 0], [255, 0, 0]]
     assert pixels(summary.image("x", rgb)).reshape(3, 3).tolist() == expected
-    assert pixels(summary.image("x", row_image([0.0, np.nan, 1.0]))).ravel().tolist() == [0, 255, 255]
+    assert pixels(summary.image("x", row_image([0.0, np.nan, 1.0]))).ravel().tolist() == [
+        0,
+        255,
+        255,
+    ]
     rgba = np.full((1, 1, 1, 4), np.nan, np.float32)
     assert pixels(summary.image("x", rgba)).ravel().tolist() == [255, 0, 0, 255]
 
@@ -181,7 +205,9 @@ def test_tags_depend_on_max_images():
     assert summary.image("x", batch, max_images=2).tags == ("x/image/0", "x/image/1")
     assert summary.image("x", batch, max_images=1).tags == ("x/image",)
     assert summary.image("x", batch[:1]).tags == ("x/image/0",)
-    assert summary.image("x", np.zeros((9, 1, 1, 1), np.uint8)).tags == tuple(f"x/image/{i}" for i in range(3))
+    assert summary.image("x", np.zeros((9, 1, 1, 1), np.uint8)).tags == tuple(
+        f"x/image/{i}" for i in range(3)
+    )
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
@@ -192,7 +218,9 @@ def test_images_are_read_as_written(written, channels):
     for i in range(2):
         (event,) = events.Images(f"x/image/{i}")
         assert (event.step, event.height, event.width) == (3, 5, 7)
-        decoded = np.asarray(Image.open(io.BytesIO(event.encoded_image_string))).reshape(5, 7, channels)
+        decoded = np.asarray(Image.open(io.BytesIO(event.encoded_image_string))).reshape(
+            5, 7, channels
+        )
         np.testing.assert_array_equal(decoded, given[i])
 
 
@@ -226,7 +254,9 @@ def tensorflow_limits():
 
 def expected_counts(values):
     """Port of `std::upper_bound` over the limits, for each value."""
-    buckets = np.searchsorted(tensorflow_limits(), np.asarray(values).astype(np.float64).ravel(), side="right")
+    buckets = np.searchsorted(
+        tensorflow_limits(), np.asarray(values).astype(np.float64).ravel(), side="right"
+    )
     return np.bincount(np.minimum(buckets, 1550), minlength=1551)
 
 
@@ -240,7 +270,9 @@ def test_limits_are_those_of_tensorflow():
 
 
 @settings(max_examples=60, deadline=None)
-@given(hnp.arrays(np.float32, 64, elements=st.floats(width=32, allow_nan=False, allow_infinity=False)))
+@given(
+    hnp.arrays(np.float32, 64, elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
+)
 def test_buckets_are_those_of_tensorflow(values):
     np.testing.assert_array_equal(counts(values), expected_counts(values))
 
@@ -269,7 +301,8 @@ def test_only_values_that_are_not_finite_are_reported(bad):
 
 @pytest.mark.parametrize("scale", [1.0, 1e-20, 1e25, 3e37])
 def test_event_equals_that_of_tensorflow(written, scale):
-    values = np.random.default_rng(0).standard_normal((37, 53)).astype(np.float32) * np.float32(scale)
+    values = np.random.default_rng(0).standard_normal((37, 53)).astype(np.float32)
+    values *= np.float32(scale)
     (event,) = written(summary.histogram("h", values), 1).Histograms("h")
     histogram, wide = event.histogram_value, values.astype(np.float64)
     assert (histogram.min, histogram.max) == (values.min(), values.max())
@@ -282,7 +315,8 @@ def test_event_equals_that_of_tensorflow(written, scale):
 
 
 def _encode_to_proto(filled):
-    """Port of `Histogram::EncodeToProto` of TensorFlow, except for the empty buckets at both ends."""
+    """Port of `Histogram::EncodeToProto` of TensorFlow, except for the empty buckets at both
+    ends."""
     limits, buckets, i = [], [], 0
     while i < len(filled):
         end, count = tensorflow_limits()[i], filled[i]
@@ -317,7 +351,11 @@ def test_sum_over_microbatches_is_the_histogram_of_all(written):
     def mean_or_sum(*leaves):
         """Combine leaves of aux like num_microbatches does."""
         stacked = jnp.stack(leaves)
-        return stacked.mean(axis=0) if jnp.issubdtype(stacked.dtype, jnp.floating) else stacked.sum(axis=0)
+        return (
+            stacked.mean(axis=0)
+            if jnp.issubdtype(stacked.dtype, jnp.floating)
+            else stacked.sum(axis=0)
+        )
 
     (event,) = written(jax.tree.map(mean_or_sum, *parts), 1).Histograms("h")
     histogram = event.histogram_value
@@ -332,7 +370,9 @@ def test_sum_over_microbatches_is_the_histogram_of_all(written):
 def test_nonfinite_values_under_jit_are_raised_once_by_flush(tmp_path, accumulate):
     @jax.jit
     def step(x):
-        return summary.merge([summary.scalar("a", x[0]), summary.histogram("w", x), summary.scalar("b", x[1])])
+        return summary.merge(
+            [summary.scalar("a", x[0]), summary.histogram("w", x), summary.scalar("b", x[1])]
+        )
 
     writer = summary.SummaryWriter(tmp_path)
     writer.add_summary(step(jnp.array([1.0, 2.0, jnp.nan])), 1)
@@ -413,7 +453,9 @@ def test_a_removed_logdir_is_not_continued_behind_a_link(tmp_path):
     shutil.rmtree(tmp_path / "logs")
     (tmp_path / "logs").symlink_to(tmp_path / "mine")
     writer.add_summary(summary.scalar("loss", 2.0), 2)
-    with pytest.raises(OSError, match=f"its directory was {tmp_path}/logs, and there is a link to another one now"):
+    with pytest.raises(
+        OSError, match=f"its directory was {tmp_path}/logs, and there is a link to another one now"
+    ):
         writer.close()
     assert os.listdir(tmp_path / "mine") == []
 

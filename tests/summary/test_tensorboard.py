@@ -39,7 +39,9 @@ def test_text_and_hparams(get, tensorboard_url):
     (entry,) = json.loads(get("plugin/text/text", run="demo", tag="notes"))
     assert "<strong>0.1</strong>" in entry["text"]
     request = urllib.request.Request(
-        f"{tensorboard_url}/data/plugin/hparams/experiment", data=b"{}", headers={"Content-Type": "application/json"}
+        f"{tensorboard_url}/data/plugin/hparams/experiment",
+        data=b"{}",
+        headers={"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=30) as response:
         experiment = json.load(response)

@@ -28,7 +28,12 @@ def test_the_first_event_is_that_of_tensorboard(tmp_path):
     assert first.file_version == "brain.Event:2"
     assert first.source_metadata.writer == "jstep.summary"
     assert abs(first.wall_time - time.time()) < 600
-    assert os.path.dirname(writer.path) == writer.logdir == writer.get_logdir() == str(tmp_path / "a" / "b")
+    assert (
+        os.path.dirname(writer.path)
+        == writer.logdir
+        == writer.get_logdir()
+        == str(tmp_path / "a" / "b")
+    )
     assert os.path.basename(writer.path).startswith("events.out.tfevents.")
 
 
@@ -73,19 +78,29 @@ def test_a_step_array_may_be_donated_after_the_call(tmp_path, accumulate):
 
 @pytest.mark.parametrize("step", [1.5, True, "3", jnp.float32(1.0), jnp.arange(3), np.float64(2)])
 def test_a_step_must_be_an_integer(tmp_path, step):
-    with SummaryWriter(tmp_path) as writer, pytest.raises(TypeError, match=r"global_step=.*: must be an integer"):
+    with (
+        SummaryWriter(tmp_path) as writer,
+        pytest.raises(
+            TypeError,
+            match=r"global_step=.*: must be an integer",
+        ),
+    ):
         writer.add_summary(summary.scalar("loss", 1.0), step)
 
 
 def test_the_last_of_stacked_summaries_is_at_global_step(tmp_path, accumulate):
     def step(state, x):
-        merged = summary.merge([summary.scalar("loss", state), summary.scalar(["a", "b"], jnp.stack([x, -x]))])
+        merged = summary.merge(
+            [summary.scalar("loss", state), summary.scalar(["a", "b"], jnp.stack([x, -x]))]
+        )
         return state + 1, merged
 
     _, stacked = jax.jit(lambda xs: jax.lax.scan(step, jnp.float32(0.0), xs))(jnp.arange(4.0))
     with SummaryWriter(tmp_path) as writer:
         # Parts of a summary that are not stacked belong to the last step.
-        writer.add_summary(summary.merge([stacked, summary.scalar("once", 9.0), summary.text("t", "x")]), 104)
+        writer.add_summary(
+            summary.merge([stacked, summary.scalar("once", 9.0), summary.text("t", "x")]), 104
+        )
     events = accumulate(tmp_path)
     assert scalars(events) == [(101, 0.0), (102, 1.0), (103, 2.0), (104, 3.0)]
     assert scalars(events, "b") == [(101, 0.0), (102, -1.0), (103, -2.0), (104, -3.0)]
@@ -142,7 +157,12 @@ def test_add_session_log(tmp_path):
 def test_add_hparams(tmp_path, accumulate):
     from tensorboard.plugins.hparams import metadata
 
-    hparams = {"rate": jnp.float32(0.5), "layers": np.int64(3), "nesterov": True, "optimizer": {"name": "adam"}}
+    hparams = {
+        "rate": jnp.float32(0.5),
+        "layers": np.int64(3),
+        "nesterov": True,
+        "optimizer": {"name": "adam"},
+    }
     with SummaryWriter(tmp_path) as writer:
         writer.add_hparams(hparams)
     events = accumulate(tmp_path)
@@ -159,7 +179,9 @@ def test_add_hparams(tmp_path, accumulate):
 # `SummaryWriter`: its errors, and which call raises them.
 
 
-@pytest.mark.parametrize("method", ["add_summary", "add_event", "add_graph", "add_hparams", "add_session_log"])
+@pytest.mark.parametrize(
+    "method", ["add_summary", "add_event", "add_graph", "add_hparams", "add_session_log"]
+)
 def test_error_of_a_closed_writer_names_the_logdir(tmp_path, method):
     writer = SummaryWriter(tmp_path)
     writer.close()
@@ -222,7 +244,9 @@ def test_any_error_of_a_flush_to_disk_is_raised_and_the_thread_goes_on(tmp_path,
     with SummaryWriter(tmp_path) as writer:
         writer.add_summary(summary.scalar("loss", 1.0), 1)
         with monkeypatch.context() as broken:
-            broken.setattr(writer._worker._sink, "sync", raising(ValueError("a handle of another kind")))
+            broken.setattr(
+                writer._worker._sink, "sync", raising(ValueError("a handle of another kind"))
+            )
             if call == "sync_to_disk":
                 sync_to_disk(writer)
             with pytest.raises(ValueError, match="a handle of another kind") as caught:
@@ -259,7 +283,9 @@ def test_error_for_a_deleted_array_names_the_tag(tmp_path, accumulate):
     jax.tree.leaves(created)[0].delete()
     writer = SummaryWriter(tmp_path)
     writer.add_summary(summary.merge([created, summary.scalar("kept", 1.0)]), 1)
-    with pytest.raises(RuntimeError, match="summary 'loss': its array was deleted before it was written"):
+    with pytest.raises(
+        RuntimeError, match="summary 'loss': its array was deleted before it was written"
+    ):
         writer.close()
     assert scalars(accumulate(tmp_path), "kept") == [(1, 1.0)]
 
@@ -286,10 +312,13 @@ def slow(x, iterations):
 
 
 def add_while_computing(logdir, iterations):
-    """Write summaries of arrays that are being computed; return whether the computation outlasted the calls."""
+    """Write summaries of arrays that are being computed; return whether the computation outlasted
+    the calls."""
 
     def add_eagerly(created):
-        writer.add_summary(summary.scalar("eager", created.parts[0].values), created.parts[1].exponent)
+        writer.add_summary(
+            summary.scalar("eager", created.parts[0].values), created.parts[1].exponent
+        )
 
     with SummaryWriter(logdir, max_queue=1) as writer:
         add_eagerly(slow(2.0, 1))  # compiles everything
@@ -413,7 +442,9 @@ def test_what_follows_an_interrupted_close_waits_for_the_events(tmp_path, accumu
 def test_the_thread_keeps_nothing_of_what_it_has_written(tmp_path):
     with SummaryWriter(tmp_path) as writer:
         written = summary.histogram("h", jnp.arange(1000.0), ())
-        leaves = [weakref.ref(leaf) for leaf in jax.tree.leaves(written) if isinstance(leaf, jax.Array)]
+        leaves = [
+            weakref.ref(leaf) for leaf in jax.tree.leaves(written) if isinstance(leaf, jax.Array)
+        ]
         assert leaves
         writer.add_summary(written, 1)
         del written

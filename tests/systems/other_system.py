@@ -1,7 +1,7 @@
 """macOS, simulated for the modules of jstep alone: what a system lacks is missing.
 
-`install()` must be called before jstep is imported. The modules of jstep then see an `os`, a `time` and a `sys` without
-the names that the documentation of Python gives to other systems.
+`install()` must be called before jstep is imported. The modules of jstep then see an `os`, a `time`
+and a `sys` without the names that the documentation of Python gives to other systems.
 """
 
 import builtins
@@ -32,7 +32,8 @@ open_before = builtins.open
 
 
 def install():
-    """Let the modules of jstep see macOS; those that are imported later, such as the one that calls this."""
+    """Let the modules of jstep see macOS; those that are imported later, such as the one that calls
+    this."""
     proxies = {
         "os": Proxy(os, "fdatasync"),
         "time": Proxy(time, "CLOCK_BOOTTIME"),

@@ -1,4 +1,5 @@
-"""A program on a simulated macOS: `system_program.py PART`, in an empty folder, which prints what it did."""
+"""A program on a simulated macOS: `system_program.py PART`, in an empty folder, which prints what
+it did."""
 
 import sys
 import time
@@ -19,7 +20,12 @@ train_step = jstep.minimize(lambda params, x: jnp.mean((x @ params["w"]) ** 2), 
 def train(last_step, log_steps=None, **options):
     state = jstep.TrainState.create({"w": jnp.ones((3, 2)), "ö": jnp.ones(3)}, optimizer)
     return jstep.train(
-        train_step, state, lambda step: jnp.full((4, 3), step + 1.0), last_step, log_steps=log_steps, **options
+        train_step,
+        state,
+        lambda step: jnp.full((4, 3), step + 1.0),
+        last_step,
+        log_steps=log_steps,
+        **options,
     )
 
 
@@ -40,8 +46,16 @@ def all_of_it():
     jstep.save_weights("w.safetensors", again.params)
     jstep.save_weights("w.safetensors", again.params)
     best = jstep.KeepBest("best", "loss")
-    evaluate = jstep.evaluator(lambda params, x: {"loss": jnp.sum(params["w"] ** 2)}, [jnp.ones((4, 3))])
-    train(30, hooks=[jstep.EvaluationHook(evaluate, every_n_steps=5, callbacks=[best]), jstep.StallHook()])
+    evaluate = jstep.evaluator(
+        lambda params, x: {"loss": jnp.sum(params["w"] ** 2)}, [jnp.ones((4, 3))]
+    )
+    train(
+        30,
+        hooks=[
+            jstep.EvaluationHook(evaluate, every_n_steps=5, callbacks=[best]),
+            jstep.StallHook(),
+        ],
+    )
     jstep.replay(train_step, again, lambda step: jnp.full((4, 3), step + 1.0), "run", step=35)
     jstep.goodput("run")
     begin = time.monotonic()
@@ -60,7 +74,9 @@ def main(part):
     if part == "all":
         all_of_it()
         return
-    said = jstep.every(100, lambda step, state, metrics: print(step, flush=True) if step < 2000 else None)
+    said = jstep.every(
+        100, lambda step, state, metrics: print(step, flush=True) if step < 2000 else None
+    )
     print("ends at", int(train(int(part), checkpoint_dir="killed", hooks=[said]).global_step))
 
 

@@ -63,4 +63,7 @@ def test_macos_flushes_the_drive_where_the_file_system_can(refused, tmp_path, mo
     monkeypatch.setattr(os, "fsync", lambda handle: called.append("fsync"))
     with open(tmp_path / "a", "wb") as file:
         files.sync(file.fileno(), "a")
-    assert called == [getattr(fcntl, "F_FULLFSYNC", 51), *(["fsync"] if refused == errno.ENOTSUP else [])]
+    assert called == [
+        getattr(fcntl, "F_FULLFSYNC", 51),
+        *(["fsync"] if refused == errno.ENOTSUP else []),
+    ]

@@ -1,9 +1,11 @@
-"""Eight programs of research in float64, each with its original: the same equations in plain JAX, without jstep.
+"""Eight programs of research in float64, each with its original: the same equations in plain JAX,
+without jstep.
 
     python research_programs.py NAME DIRECTORY [STEP]
 
-trains for 12 steps in a directory, and kills itself at STEP if it is given. At the end it prints the fingerprint of the
-state and its largest deviation from the original, relative to the largest number of a leaf.
+trains for 12 steps in a directory, and kills itself at STEP if it is given. At the end it prints
+the fingerprint of the state and its largest deviation from the original, relative to the largest
+number of a leaf.
 """
 
 import os
@@ -21,7 +23,8 @@ STEPS = 12
 
 
 class Program(NamedTuple):
-    """A training step, its first state, its batches by step, and `original(batches)`, the final parameters."""
+    """A training step, its first state, its batches by step, and `original(batches)`, the final
+    parameters."""
 
     step: object
     state: object
@@ -47,7 +50,8 @@ def zeros(tree):
 
 
 def maml():
-    """Finn et al., "Model-Agnostic Meta-Learning" (2017): second derivatives through two updates of each task."""
+    """Finn et al., "Model-Agnostic Meta-Learning" (2017): second derivatives through two updates of
+    each task."""
 
     def loss_fn(params, x, y):
         return jnp.mean((jnp.tanh(x @ params["w"]) + params["b"] - y) ** 2)
@@ -92,7 +96,8 @@ def maml():
 
 
 def vq_vae():
-    """Van den Oord et al., "Neural Discrete Representation Learning" (2017): a codebook of moving averages."""
+    """Van den Oord et al., "Neural Discrete Representation Learning" (2017): a codebook of moving
+    averages."""
     optimizer = jstep.adam(0.01)
 
     def loss_fn(params, codebook, x):
@@ -119,11 +124,17 @@ def vq_vae():
         return p
 
     step = jstep.minimize(loss_fn, optimizer, has_model_state=True)
-    return Program(step, jstep.TrainState.create(params, optimizer, 0, codebook), lambda n: normal(n, 6, 4), original)
+    return Program(
+        step,
+        jstep.TrainState.create(params, optimizer, 0, codebook),
+        lambda n: normal(n, 6, 4),
+        original,
+    )
 
 
 def moco():
-    """He et al., "Momentum Contrast" (2020): a teacher of moving averages, and a queue of its keys."""
+    """He et al., "Momentum Contrast" (2020): a teacher of moving averages, and a queue of its
+    keys."""
     ema = jstep.ExponentialMovingAverage(0.9)
     optimizer = jstep.with_moving_average(jstep.momentum(0.1, 0.9), ema)
 
@@ -133,7 +144,9 @@ def moco():
     def loss_fn(params, queue, x, averages):
         query = unit(x @ params["w"])
         keys = jax.lax.stop_gradient(unit((x + 0.1) @ averages["w"]))
-        logits = jnp.concatenate([jnp.sum(query * keys, -1, keepdims=True), query @ queue.T], -1) / 0.2
+        logits = (
+            jnp.concatenate([jnp.sum(query * keys, -1, keepdims=True), query @ queue.T], -1) / 0.2
+        )
         return jnp.mean(-jax.nn.log_softmax(logits)[:, 0]), jnp.concatenate([queue[4:], keys])
 
     params = {"w": jnp.asarray(normal(0, 5, 3))}
@@ -149,7 +162,12 @@ def moco():
         return p
 
     step = jstep.minimize(loss_fn, optimizer, has_model_state=True, use_averages=True)
-    return Program(step, jstep.TrainState.create(params, optimizer, 0, queue), lambda n: normal(n, 4, 5), original)
+    return Program(
+        step,
+        jstep.TrainState.create(params, optimizer, 0, queue),
+        lambda n: normal(n, 4, 5),
+        original,
+    )
 
 
 def squared(params, x, y):
@@ -179,9 +197,13 @@ def scaffold():
         moved = jax.tree.map(lambda p, q: p - q, state.params, inner.params)
         new = jax.tree.map(lambda mine, c, d: mine - c + d / (4 * 0.05), own, control, moved)
         control = jax.tree.map(lambda c, n, mine: c + (n - mine) / clients, control, new, own)
-        new = jax.tree.map(lambda leaf, n: leaf.at[client].set(n), state.model_state["clients"], new)
+        new = jax.tree.map(
+            lambda leaf, n: leaf.at[client].set(n), state.model_state["clients"], new
+        )
         state = jstep.apply_gradients(state, moved, server)
-        return state.replace(model_state={"all": control, "clients": new}), {"moved": jstep.global_norm(moved)}
+        return state.replace(model_state={"all": control, "clients": new}), {
+            "moved": jstep.global_norm(moved)
+        }
 
     def original(batches):
         p, control, own = line(), zeros(line()), [zeros(line())] * clients
@@ -190,14 +212,27 @@ def scaffold():
             q = p
             for i in range(4):
                 gradients = jax.grad(squared)(q, x[i], y[i])
-                q = jax.tree.map(lambda q, g, mine, c: q - 0.05 * (g - mine + c), q, gradients, own[client], control)
-            new = jax.tree.map(lambda mine, c, p, q: mine - c + (p - q) / (4 * 0.05), own[client], control, p, q)
-            control = jax.tree.map(lambda c, n, mine: c + (n - mine) / clients, control, new, own[client])
+                q = jax.tree.map(
+                    lambda q, g, mine, c: q - 0.05 * (g - mine + c),
+                    q,
+                    gradients,
+                    own[client],
+                    control,
+                )
+            new = jax.tree.map(
+                lambda mine, c, p, q: mine - c + (p - q) / (4 * 0.05), own[client], control, p, q
+            )
+            control = jax.tree.map(
+                lambda c, n, mine: c + (n - mine) / clients, control, new, own[client]
+            )
             own = [new if i == client else mine for i, mine in enumerate(own)]
             p = q
         return p
 
-    controls = {"all": zeros(line()), "clients": jax.tree.map(lambda leaf: jnp.zeros((clients, *leaf.shape)), line())}
+    controls = {
+        "all": zeros(line()),
+        "clients": jax.tree.map(lambda leaf: jnp.zeros((clients, *leaf.shape)), line()),
+    }
     state = jstep.TrainState.create(line(), server, 0, controls)
 
     def batches(n):
@@ -207,12 +242,15 @@ def scaffold():
 
 
 def dp_sgd():
-    """Abadi et al., "Deep Learning with Differential Privacy" (2016), in a step that the user compiles."""
+    """Abadi et al., "Deep Learning with Differential Privacy" (2016), in a step that the user
+    compiles."""
     optimizer = jstep.sgd(jstep.exponential_decay(0.2, 5, 0.5), 0.9)
 
     def noisy_gradients(params, n, x, y):
         by_example = jax.vmap(jax.grad(squared), (None, 0, 0))(params, x[:, None], y[:, None])
-        norms = jnp.sqrt(sum(jnp.sum(g.reshape(8, -1) ** 2, -1) for g in jax.tree.leaves(by_example)))
+        norms = jnp.sqrt(
+            sum(jnp.sum(g.reshape(8, -1) ** 2, -1) for g in jax.tree.leaves(by_example))
+        )
         factors = 1 / jnp.maximum(1.0, norms / 0.5)
         keys = jax.random.split(jax.random.fold_in(jax.random.key(7), n), 2)
         noise = {"b": jax.random.normal(keys[0], ()), "w": jax.random.normal(keys[1], (3,))}
@@ -222,7 +260,9 @@ def dp_sgd():
     @jax.jit
     def step(state, x, y):
         gradients = noisy_gradients(state.params, state.global_step, x, y)
-        return jstep.apply_gradients(state, gradients, optimizer), {"loss": squared(state.params, x, y)}
+        return jstep.apply_gradients(state, gradients, optimizer), {
+            "loss": squared(state.params, x, y)
+        }
 
     def original(batches):
         p, a = line(), zeros(line())
@@ -240,7 +280,8 @@ def dp_sgd():
 
 
 def diloco():
-    """Douillard et al., "DiLoCo" (2023): workers with an Adam each, and Nesterov's momentum over their moves."""
+    """Douillard et al., "DiLoCo" (2023): workers with an Adam each, and Nesterov's momentum over
+    their moves."""
     inner = jstep.adam(0.02)
     outer = jstep.sgd(0.7, 0.9, use_nesterov=True)
 
@@ -256,7 +297,9 @@ def diloco():
         moves = jax.tree.map(lambda p, w: p - jnp.mean(w, 0), state.params, workers.params)
         state = jstep.apply_gradients(state, moves, outer)
         params = jax.tree.map(lambda p: jnp.broadcast_to(p, (2, *p.shape)), state.params)
-        return state.replace(model_state=jax.vmap(jstep.TrainState.with_params)(workers, params)), {}
+        return state.replace(
+            model_state=jax.vmap(jstep.TrainState.with_params)(workers, params)
+        ), {}
 
     def original(batches):
         p, a = line(), zeros(line())
@@ -286,7 +329,8 @@ def diloco():
 
 
 def pbt():
-    """Jaderberg et al., "Population Based Training" (2017): the worst copies the best, and explores another rate."""
+    """Jaderberg et al., "Population Based Training" (2017): the worst copies the best, and explores
+    another rate."""
     rates = np.array([0.3, 0.1, 0.03])
     inner = jstep.momentum(jstep.held("learning_rate", 0.1), 0.9)
 
@@ -300,11 +344,15 @@ def pbt():
         worst = jnp.argmax(losses)
         exploited = jax.tree.map(lambda leaf: leaf.at[worst].set(leaf[best]), members)
         exploited_rates = jstep.get_hyperparameter(exploited, "learning_rate")
-        explored = jstep.set_hyperparameter(exploited, "learning_rate", exploited_rates.at[worst].multiply(1.2))
+        explored = jstep.set_hyperparameter(
+            exploited, "learning_rate", exploited_rates.at[worst].multiply(1.2)
+        )
         is_due = state.global_step % 4 == 3
         members = jax.tree.map(lambda new, old: jnp.where(is_due, new, old), explored, members)
         params = jax.tree.map(lambda leaf: leaf[best], members.params)
-        return jstep.increment_global_step(state.replace(params=params, model_state=members)), {"best": losses[best]}
+        return jstep.increment_global_step(state.replace(params=params, model_state=members)), {
+            "best": losses[best]
+        }
 
     def original(batches):
         members = [(line(), zeros(line()), rate) for rate in rates]
@@ -323,7 +371,9 @@ def pbt():
         return members[best][0]
 
     def make(rate):
-        return jstep.set_hyperparameter(jstep.TrainState.create(line(), inner), "learning_rate", rate)
+        return jstep.set_hyperparameter(
+            jstep.TrainState.create(line(), inner), "learning_rate", rate
+        )
 
     state = jstep.TrainState.create(line(), None, 0, jax.vmap(make)(jnp.asarray(rates)))
 
@@ -334,7 +384,8 @@ def pbt():
 
 
 def world_model():
-    """Hafner et al., "Dream to Control" (2020): a model, and an actor and a critic that learn in its imagination."""
+    """Hafner et al., "Dream to Control" (2020): a model, and an actor and a critic that learn in
+    its imagination."""
     key = jax.random.key(3)
     optimizer = jstep.partition(
         {"world": jstep.adam(0.01), "actor": jstep.adam(0.003), "critic": jstep.adam(0.005)},
@@ -399,7 +450,9 @@ def world_model():
     return Program(step, jstep.TrainState.create(params, optimizer), batches, original)
 
 
-PROGRAMS = {fn.__name__: fn for fn in (maml, vq_vae, moco, scaffold, dp_sgd, diloco, pbt, world_model)}
+PROGRAMS = {
+    fn.__name__: fn for fn in (maml, vq_vae, moco, scaffold, dp_sgd, diloco, pbt, world_model)
+}
 
 
 class KillHook(jstep.Hook):
@@ -425,7 +478,9 @@ def main(name, directory, kill_at=None):
     program = PROGRAMS[name]()
     hooks = [] if kill_at is None else [KillHook(int(kill_at))]
     options = {"save_checkpoint_steps": 2, "log_steps": None, "hooks": hooks}
-    state = jstep.train(program.step, program.state, program.batches, STEPS, checkpoint_dir=directory, **options)
+    state = jstep.train(
+        program.step, program.state, program.batches, STEPS, checkpoint_dir=directory, **options
+    )
     print(jstep.fingerprint(state), deviation(state.params, program.original(program.batches)))
 
 

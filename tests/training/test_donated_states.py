@@ -1,4 +1,5 @@
-"""A state that other code donated is refused by name, by every kind of step and on every kind of mesh."""
+"""A state that other code donated is refused by name, by every kind of step and on every kind of
+mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +42,15 @@ STEPS = {
     "custom": custom,
     "scan_steps": lambda: jstep.scan_steps(make_step()),
 }
-MESSAGE = "the state's 'params/[bw]' was donated to an earlier step and deleted. Use the state that the step returned"
+MESSAGE = (
+    "the state's 'params/[bw]' was donated to an earlier step and deleted. "
+    "Use the state that the step returned"
+)
 
 
-@pytest.mark.thorough(except_for=["all-scan_steps-one device", "params-not donating-Auto", "all-custom-Explicit"])
+@pytest.mark.thorough(
+    except_for=["all-scan_steps-one device", "params-not donating-Auto", "all-custom-Explicit"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("of", ["all", "params"])
@@ -70,7 +76,9 @@ def test_a_step_by_hand(kind, name, of):
 @pytest.mark.parametrize("name", ["minimize", "custom", "jit", "K steps"])
 def test_in_a_run(kind, name):
     inner = make_step(jit=False)
-    step = jax.jit(lambda state, x: inner(state, x)) if name == "jit" else STEPS.get(name, make_step)()
+    step = (
+        jax.jit(lambda state, x: inner(state, x)) if name == "jit" else STEPS.get(name, make_step)()
+    )
     other = make_step()
 
     def forgets(n, state, metrics):
@@ -86,11 +94,15 @@ def test_in_a_run(kind, name):
             steps_per_call=3 if name == "K steps" else 1,
             progress=False,
         )
-    assert "at step 6, after the update with batch 5, while running the step on batch" in caught.value.__notes__[-1]
+    assert (
+        "at step 6, after the update with batch 5, while running the step on batch"
+        in caught.value.__notes__[-1]
+    )
     assert "it is lost" in caught.value.__notes__[-1]
 
 
-# Shared buffers that a step would donate twice or donate and read; JAX would crash on a mesh, jstep raises.
+# Shared buffers that a step would donate twice or donate and read; JAX would crash on a mesh, jstep
+# raises.
 
 OPTIMIZER_OF_BUFFERS = jstep.lookahead(jstep.adam(0.01))
 X_OF_BUFFERS = np.ones((8, 3), np.float32)
@@ -106,7 +118,9 @@ def create(kind):
 
 @pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("alias", [lambda tree: tree, lambda tree: jax.device_put(tree, tree["w"].sharding)])
+@pytest.mark.parametrize(
+    "alias", [lambda tree: tree, lambda tree: jax.device_put(tree, tree["w"].sharding)]
+)
 def test_slots_that_share_buffers_with_parameters(kind, alias):
     step = jstep.minimize(loss_fn_of_buffers, OPTIMIZER_OF_BUFFERS)
     state, _ = step(create(kind), X_OF_BUFFERS)
@@ -124,14 +138,19 @@ def test_slots_that_share_buffers_with_parameters(kind, alias):
 def test_arguments_that_share_buffers_with_parameters(kind):
     step = jstep.minimize(loss_fn_of_buffers, OPTIMIZER_OF_BUFFERS)
     for state in (create(kind), step(create(kind), X_OF_BUFFERS, None)[0]):
-        with pytest.raises(ValueError, match="'params/w' and the step's argument '1/w' share one buffer"):
+        with pytest.raises(
+            ValueError, match="'params/w' and the step's argument '1/w' share one buffer"
+        ):
             step(state, X_OF_BUFFERS, state.params)
     state = create(kind)
-    kept, _ = jstep.minimize(loss_fn_of_buffers, OPTIMIZER_OF_BUFFERS, donate=False)(state, X_OF_BUFFERS, state.params)
+    kept, _ = jstep.minimize(loss_fn_of_buffers, OPTIMIZER_OF_BUFFERS, donate=False)(
+        state, X_OF_BUFFERS, state.params
+    )
     assert jstep.global_step(kept) == 1
 
 
-# A state between two calls of a step: what travels with it, by hand, in runs, and from one step to another.
+# A state between two calls of a step: what travels with it, by hand, in runs, and from one step to
+# another.
 
 OPTIMIZER_BETWEEN_CALLS = jstep.adam(0.1)
 
@@ -187,7 +206,10 @@ def test_a_state_made_by_hand_has_the_roles_in_a_run_that_it_has_by_hand(first):
 
 
 def test_a_step_that_was_called_by_hand_is_not_compiled_again_as_a_later_stage():
-    first, later = jstep.minimize(loss, OPTIMIZER_BETWEEN_CALLS), jstep.minimize(loss, OPTIMIZER_BETWEEN_CALLS)
+    first, later = (
+        jstep.minimize(loss, OPTIMIZER_BETWEEN_CALLS),
+        jstep.minimize(loss, OPTIMIZER_BETWEEN_CALLS),
+    )
     later(fresh(), batch(0))
     run({0: first, 3: later}, fresh(), 6)
     assert (first._cache_size(), later._cache_size()) == (1, 1)

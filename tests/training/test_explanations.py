@@ -1,4 +1,5 @@
-"""What is told of a step, a loss or a batch that is another one than the function takes, and of ages that count all."""
+"""What is told of a step, a loss or a batch that is another one than the function takes, and of
+ages that count all."""
 
 from typing import Any
 
@@ -36,8 +37,18 @@ def notes(caught: pytest.ExceptionInfo[Any]) -> str:
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 @pytest.mark.parametrize("make", [lambda fn: fn, jax.jit, jax.value_and_grad, jstep.TrainStep])
 def test_a_loss_given_as_a_step_is_named(make: Any, steps_per_call: int) -> None:
-    with pytest.raises(TypeError, match=r"train_step=two: .* got a loss.* jstep\.minimize\(two, optimizer\)"):
-        jstep.train(make(two), state_of(), lambda step: (X, X), 8, steps_per_call=steps_per_call, progress=False)
+    with pytest.raises(
+        TypeError,
+        match=r"train_step=two: .* got a loss.* jstep\.minimize\(two, optimizer\)",
+    ):
+        jstep.train(
+            make(two),
+            state_of(),
+            lambda step: (X, X),
+            8,
+            steps_per_call=steps_per_call,
+            progress=False,
+        )
 
 
 def test_a_step_that_fails_and_is_no_loss_raises_its_own_error() -> None:
@@ -58,7 +69,11 @@ CALLS = {
         {"x": X, "y": X},
         "the batch is a dict, which is one argument; a tuple is passed",
     ),
-    "an array for two arguments": (two, X, "the batch is an array of float32 and shape (4, 3), which is one argument"),
+    "an array for two arguments": (
+        two,
+        X,
+        "the batch is an array of float32 and shape (4, 3), which is one argument",
+    ),
     "a list for two arguments": (two, [X, X], "the batch is a list, which is one argument"),
     "a tuple for one argument": (
         one,
@@ -71,13 +86,22 @@ CALLS = {
 
 @pytest.mark.parametrize("steps_per_call", [0, 1, 4])
 @pytest.mark.parametrize(("loss", "batch", "told"), CALLS.values(), ids=CALLS)
-def test_a_batch_of_another_form_is_explained(loss: Any, batch: Any, told: str, steps_per_call: int) -> None:
+def test_a_batch_of_another_form_is_explained(
+    loss: Any, batch: Any, told: str, steps_per_call: int
+) -> None:
     """By hand (0 steps per call), in a run, and in a loop of a run."""
     step = jstep.minimize(loss, OPTIMIZER)
 
     def call() -> None:
         if steps_per_call:
-            jstep.train(step, state_of(), lambda step: batch, 8, steps_per_call=steps_per_call, progress=False)
+            jstep.train(
+                step,
+                state_of(),
+                lambda step: batch,
+                8,
+                steps_per_call=steps_per_call,
+                progress=False,
+            )
         else:
             step(state_of(), *(batch if isinstance(batch, tuple) else (batch,)))
 
@@ -87,7 +111,9 @@ def test_a_batch_of_another_form_is_explained(loss: Any, batch: Any, told: str, 
 
 
 @pytest.mark.parametrize(("fn", "batch", "told"), list(CALLS.values())[:4], ids=list(CALLS)[:4])
-def test_so_is_that_of_an_evaluator_and_of_a_step_of_the_user(fn: Any, batch: Any, told: str) -> None:
+def test_so_is_that_of_an_evaluator_and_of_a_step_of_the_user(
+    fn: Any, batch: Any, told: str
+) -> None:
     with pytest.raises(TypeError) as caught:
         jstep.evaluator(lambda params, *args: {"loss": fn(params, *args)}, [batch])(state_of())
     assert told in notes(caught)
@@ -131,7 +157,8 @@ def test_a_call_of_something_else_is_not_explained() -> None:
 def test_a_loss_that_does_not_accept_its_key_by_name_is_told_the_name() -> None:
     with pytest.raises(TypeError) as caught:
         jstep.minimize(one, OPTIMIZER, rng=jax.random.key(0))(state_of(), X)
-    assert "minimize(…, rng=key) passes it by name: def loss_fn(params, *batch, rng)" in notes(caught)
+    words = "minimize(…, rng=key) passes it by name: def loss_fn(params, *batch, rng)"
+    assert words in notes(caught)
 
 
 def test_a_model_state_that_a_function_does_not_get_is_named() -> None:
@@ -219,7 +246,13 @@ def players(**optimizers):
 
 def one_after_the_other(optimizer, *losses):
     updates = [
-        jstep.minimize(loss, optimizer, var_list=var_list, increment_global_step=i == len(losses) - 1, jit=False)
+        jstep.minimize(
+            loss,
+            optimizer,
+            var_list=var_list,
+            increment_global_step=i == len(losses) - 1,
+            jit=False,
+        )
         for i, (loss, var_list) in enumerate(losses)
     ]
 
@@ -249,7 +282,9 @@ def sometimes(optimizer, first, other, last):
     def step(state, x):
         n = state.global_step
         state = first(state, x)[0].replace(global_step=n)
-        state = jax.lax.cond(n % 4 == 0, lambda s: other(s, x)[0], lambda s: s, state).replace(global_step=n)
+        state = jax.lax.cond(n % 4 == 0, lambda s: other(s, x)[0], lambda s: s, state).replace(
+            global_step=n
+        )
         return last(state, x)
 
     return step
@@ -259,13 +294,19 @@ ADAM, D, G = jstep.adam(0.1), "d/*", "g/*"
 PLAYERS = players(g=jstep.adam(0.1), d=jstep.adam(0.1))
 WRAPPED = jstep.skip_nonfinite(
     jstep.with_moving_average(
-        jstep.chain(jstep.clip_gradients(by_global_norm=1.0), ADAM), jstep.ExponentialMovingAverage(0.9)
+        jstep.chain(jstep.clip_gradients(by_global_norm=1.0), ADAM),
+        jstep.ExponentialMovingAverage(0.9),
     )
 )
-SHARED = jstep.chain(jstep.scale_by_adam(), players(g=jstep.gradient_descent(0.1), d=jstep.gradient_descent(0.1)))
-FROZEN = jstep.partition({"d": jstep.adam(0.1)}, lambda path, leaf: None if path == "d/bias" else "d")
+SHARED = jstep.chain(
+    jstep.scale_by_adam(), players(g=jstep.gradient_descent(0.1), d=jstep.gradient_descent(0.1))
+)
+FROZEN = jstep.partition(
+    {"d": jstep.adam(0.1)}, lambda path, leaf: None if path == "d/bias" else "d"
+)
 SEPARATE = jstep.partition(
-    {"bias": jstep.adam(0.1), "d": jstep.adam(0.1)}, lambda path, leaf: "bias" if path == "d/bias" else "d"
+    {"bias": jstep.adam(0.1), "d": jstep.adam(0.1)},
+    lambda path, leaf: "bias" if path == "d/bias" else "d",
 )
 
 CASES = {
@@ -304,7 +345,10 @@ def test_an_age_that_counts_updates_without_a_gradient_is_one_warning(name, capl
     make, optimizer, losses, is_warned = CASES[name]
     found = warnings_of_run(jstep.TrainStep(make(optimizer, *losses)), optimizer, caplog)
     assert len(found) == is_warned, found
-    assert all("no gradient of 'd/bias'" in text and "0 * …" in text and "jstep.partition" in text for text in found)
+    assert all(
+        "no gradient of 'd/bias'" in text and "0 * …" in text and "jstep.partition" in text
+        for text in found
+    )
 
 
 @pytest.mark.parametrize("compiled", [lambda step: step, jax.jit])
@@ -320,4 +364,6 @@ def test_averages_that_no_update_of_a_step_moves(caplog):
     assert "'ExponentialMovingAverage' never move" in warning
     assert "jstep.increment_global_step(state, optimizer=optimizer)" in warning
     caplog.clear()
-    assert not warnings_of_run(one_after_the_other(optimizer, (fit, D), (generate, G)), optimizer, caplog)
+    assert not warnings_of_run(
+        one_after_the_other(optimizer, (fit, D), (generate, G)), optimizer, caplog
+    )

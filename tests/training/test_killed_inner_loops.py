@@ -13,7 +13,8 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs/recipes/inner-loops.md"
 PROGRAMS = {
     "jstep inside a loss": "(maml, lambda: jstep.TrainState.create(params, outer))",
     "Nested states": "(diloco, with_workers)",
-    "Control variates": "(jstep.TrainStep(scaffold), lambda: jstep.TrainState.create(params, server, 0, zeros))",
+    "Control variates": "(jstep.TrainStep(scaffold), "
+    "lambda: jstep.TrainState.create(params, server, 0, zeros))",
 }
 
 
@@ -40,8 +41,20 @@ def test_a_program_that_is_stopped_three_times_ends_the_same(title, steps_per_ca
         step, fresh = eval(PROGRAMS[title], names)
 
         def run(directory, hooks=()):
-            options = {"save_checkpoint_steps": 3, "log_steps": None, "steps_per_call": steps_per_call}
-            return jstep.train(step, fresh(), names["batches"], 12, checkpoint_dir=directory, hooks=hooks, **options)
+            options = {
+                "save_checkpoint_steps": 3,
+                "log_steps": None,
+                "steps_per_call": steps_per_call,
+            }
+            return jstep.train(
+                step,
+                fresh(),
+                names["batches"],
+                12,
+                checkpoint_dir=directory,
+                hooks=hooks,
+                **options,
+            )
 
         want = run(tmp_path / "whole")
         for at in (2, 5, 11):

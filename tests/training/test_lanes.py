@@ -41,16 +41,31 @@ def test_batches_that_do_not_fit():
     step = jstep.minimize(loss_fn, SGD, lanes=8)
     refused(step, state(), X[:12], Y[:12], match="lanes=8 does not divide the batch: .* 12 rows")
     refused(step, state(), X[:0], Y[:0], match="lanes=8 does not divide the batch: .* 0 rows")
-    refused(step, state(), X, np.float32(1), match="lanes=8: batch argument 1 is a scalar and has no rows")
+    refused(
+        step,
+        state(),
+        X,
+        np.float32(1),
+        match="lanes=8: batch argument 1 is a scalar and has no rows",
+    )
     refused(step, state(), X, Y[:8], match="lanes=8: .*16 rows and .* has 8")
-    refused(jstep.minimize(lambda p: p["b"] + 0.0, SGD, lanes=2), state(), match="lanes=2: there is no batch")
+    refused(
+        jstep.minimize(lambda p: p["b"] + 0.0, SGD, lanes=2),
+        state(),
+        match="lanes=2: there is no batch",
+    )
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_devices_that_do_not_divide(kind):
     on = mesh(8, kind)
     given, batch = jstep.shard_state(state(), on), jstep.shard_batch((X, Y), on)
-    refused(jstep.minimize(loss_fn, SGD, lanes=4), given, *batch, match="lanes=4: must be a multiple of 8")
+    refused(
+        jstep.minimize(loss_fn, SGD, lanes=4),
+        given,
+        *batch,
+        match="lanes=4: must be a multiple of 8",
+    )
 
 
 def constrained(params, x, y):
@@ -69,13 +84,19 @@ def resharded(params, x, y):
 @pytest.mark.parametrize("loss", [constrained, averaged, resharded])
 def test_a_loss_that_names_the_axis_of_the_rows(loss, kind):
     if loss is resharded and jax.__version_info__ < (0, 10, 2):
-        pytest.skip("JAX before 0.10.2 refuses this product also on the mesh, so that its own error is raised")
+        pytest.skip(
+            "JAX before 0.10.2 refuses this product also on the mesh, "
+            "so that its own error is raised"
+        )
     on = mesh(8, kind)
     given, batch = jstep.shard_state(state(), on), jstep.shard_batch((X, Y), on)
     with pytest.raises(Exception) as error:  # JAX's own with a note, or ours
         jstep.minimize(loss, SGD, lanes=8)(given, *batch)
     told = "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
-    assert re.search("lanes=8: one device computes a lane: leave out of the loss .* over the mesh axes 'data'", told)
+    assert re.search(
+        "lanes=8: one device computes a lane: leave out of the loss .* over the mesh axes 'data'",
+        told,
+    )
 
 
 def test_the_update_is_that_of_the_whole_batch():
@@ -91,7 +112,9 @@ def test_the_update_is_that_of_the_whole_batch():
 @pytest.mark.thorough
 def test_keys_of_lanes_and_of_their_microbatches():
     def noisy(params, x, rng):
-        return params["b"] * 0.0, {"bits": jax.random.bits(rng, dtype=jnp.uint32) % 1000 * jnp.uint32(x[0] // 4 == 0)}
+        return params["b"] * 0.0, {
+            "bits": jax.random.bits(rng, dtype=jnp.uint32) % 1000 * jnp.uint32(x[0] // 4 == 0)
+        }
 
     key, x = jax.random.key(3), np.arange(16.0, dtype=np.float32)
 
@@ -105,14 +128,19 @@ def test_keys_of_lanes_and_of_their_microbatches():
     _, metrics = jstep.minimize(noisy, SGD, has_aux=True, rng=key, lanes=4)(state(), x)
     keys = [key]
     assert int(metrics["bits"]) == bits(0, 0)  # the step, the lane
-    _, metrics = jstep.minimize(noisy, SGD, has_aux=True, rng=key, lanes=2, num_microbatches=4)(state(), x)
+    _, metrics = jstep.minimize(noisy, SGD, has_aux=True, rng=key, lanes=2, num_microbatches=4)(
+        state(), x
+    )
     found = 0
     for j in range(4):  # microbatch j of lane 0 begins with row j
         keys = [key]
         found += bits(0, 0, j)
     assert int(metrics["bits"]) == found
     losses = {name: (noisy, name) for name in ("b", "w")}
-    losses["w"] = (lambda params, x, rng: (jnp.sum(params["w"]) * 0.0, noisy(params, x, rng)[1]), "w")
+    losses["w"] = (
+        lambda params, x, rng: (jnp.sum(params["w"]) * 0.0, noisy(params, x, rng)[1]),
+        "w",
+    )
     _, metrics = jstep.minimize(losses, SGD, has_aux=True, rng=key, lanes=4)(state(), x)
     keys = [key]
     assert int(metrics["w/bits"]) == bits(0, 1, 0)  # the step, the loss, the lane
@@ -120,11 +148,19 @@ def test_keys_of_lanes_and_of_their_microbatches():
 
 def test_aux_is_a_mean_or_a_sum():
     def with_aux(params, x, y):
-        aux = {"mean": jnp.mean(x), "rows": jnp.int32(x.shape[0]), "first": x[0, 0] == X[0, 0], "y": y[0]}
+        aux = {
+            "mean": jnp.mean(x),
+            "rows": jnp.int32(x.shape[0]),
+            "first": x[0, 0] == X[0, 0],
+            "y": y[0],
+        }
         return loss_fn(params, x, y), aux
 
     _, metrics = jstep.minimize(with_aux, SGD, has_aux=True, lanes=4)(state(), X, Y)
-    close([metrics[name] for name in ("mean", "rows", "first", "y")], [X.mean(), 16, 1, np.mean([0, 4, 8, 12])])
+    close(
+        [metrics[name] for name in ("mean", "rows", "first", "y")],
+        [X.mean(), 16, 1, np.mean([0, 4, 8, 12])],
+    )
     assert metrics["first"].dtype == jnp.int32
 
 
@@ -135,7 +171,9 @@ def test_weights():
         return jnp.sum(mask * (x @ params["w"]) ** 2) / jnp.sum(mask)
 
     want, _ = jstep.minimize(loss, SGD)(state(), X, mask)
-    step = jstep.minimize(loss, SGD, lanes=4, num_microbatches=4, weight_fn=lambda x, mask: jnp.sum(mask))
+    step = jstep.minimize(
+        loss, SGD, lanes=4, num_microbatches=4, weight_fn=lambda x, mask: jnp.sum(mask)
+    )
     got, metrics = step(state(), X, mask)  # two lanes are 0/0 and have no weight
     close(got.params["w"], want.params["w"])
     assert np.isfinite(metrics["loss"])
@@ -145,11 +183,14 @@ def test_weights():
 
 def test_noise_scale_compares_lanes():
     optimizer = jstep.with_noise_scale(SGD)
-    contiguous = np.arange(16).reshape(4, 4).T.reshape(-1)  # microbatch i of 4 consists of rows i, i + 4, …
-    want, metrics = jstep.minimize(loss_fn, optimizer, metrics=("noise_scale",), num_microbatches=4)(
-        state(optimizer), X[contiguous], Y[contiguous]
+    # Microbatch i of 4 consists of rows i, i + 4, ….
+    contiguous = np.arange(16).reshape(4, 4).T.reshape(-1)
+    want, metrics = jstep.minimize(
+        loss_fn, optimizer, metrics=("noise_scale",), num_microbatches=4
+    )(state(optimizer), X[contiguous], Y[contiguous])
+    got, found = jstep.minimize(loss_fn, optimizer, metrics=("noise_scale",), lanes=4)(
+        state(optimizer), X, Y
     )
-    got, found = jstep.minimize(loss_fn, optimizer, metrics=("noise_scale",), lanes=4)(state(optimizer), X, Y)
     close((got.slots, found["noise_scale"]), (want.slots, metrics["noise_scale"]))
 
 
@@ -159,13 +200,16 @@ def test_compute_gradients_returns_those_of_the_step():
     loss, grads = f(state().params, X, Y)
     want = jstep.minimize(loss_fn, SGD, lanes=4)(state(), X, Y)
     close(loss, want[1]["loss"])
-    for other in (jax.jit(f)(state().params, X, Y), f(state().params, jnp.asarray(X), jnp.asarray(Y))):
+    for other in (
+        jax.jit(f)(state().params, X, Y),
+        f(state().params, jnp.asarray(X), jnp.asarray(Y)),
+    ):
         jax.tree.map(np.testing.assert_array_equal, other, (loss, grads))
     applied = jstep.apply_gradients(state(), grads, SGD)
     close(applied.params, want[0].params)
-    (loss, aux), grads = jstep.compute_gradients(lambda *args, a: (loss_fn(*args), a), has_aux=True, lanes=4)(
-        state().params, X, Y, a=jnp.float32(3.0)
-    )
+    (loss, aux), grads = jstep.compute_gradients(
+        lambda *args, a: (loss_fn(*args), a), has_aux=True, lanes=4
+    )(state().params, X, Y, a=jnp.float32(3.0))
     assert float(aux) == 3.0
 
 
@@ -184,14 +228,18 @@ def test_tensor_parallelism_is_a_warning(kind, caplog):
     (record,) = [one for one in caplog.records if "lanes=4" in one.getMessage()]
     assert "'model'" in record.getMessage()
     caplog.clear()
-    jstep.minimize(loss_fn, SGD, lanes=8)(jstep.shard_state(state(), mesh()), *jstep.shard_batch((X, Y), mesh()))
+    jstep.minimize(loss_fn, SGD, lanes=8)(
+        jstep.shard_state(state(), mesh()), *jstep.shard_batch((X, Y), mesh())
+    )
     assert not caplog.records
 
 
 @pytest.mark.thorough
 def test_cost_counts_lanes():
     def figures(**options):
-        step = jstep.minimize(lambda p, x: jnp.mean((jnp.tanh(x @ p["w"]) @ p["w"]) ** 2), SGD, **options)
+        step = jstep.minimize(
+            lambda p, x: jnp.mean((jnp.tanh(x @ p["w"]) @ p["w"]) ** 2), SGD, **options
+        )
         given = jstep.TrainState.create({"w": jnp.ones((64, 64))}, SGD)
         return jstep.cost(step, given, np.ones((64, 64), np.float32))
 

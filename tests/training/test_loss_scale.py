@@ -1,4 +1,5 @@
-"""Steps of one's own with `dynamic_loss_scale`: `loss_scale(state)` and `apply_gradients(scaled=True)`."""
+"""Steps of one's own with `dynamic_loss_scale`: `loss_scale(state)` and
+`apply_gradients(scaled=True)`."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,9 @@ SCALED = {
     "alone": lambda inner: jstep.dynamic_loss_scale(inner),
     "scope": lambda inner: jstep.scope(jstep.dynamic_loss_scale(inner), "a"),
     "master_weights": lambda inner: jstep.master_weights(jstep.dynamic_loss_scale(inner)),
-    "skip_nonfinite": lambda inner: jstep.skip_nonfinite(jstep.dynamic_loss_scale(jstep.scope(inner, "in"))),
+    "skip_nonfinite": lambda inner: jstep.skip_nonfinite(
+        jstep.dynamic_loss_scale(jstep.scope(inner, "in"))
+    ),
 }
 
 
@@ -33,7 +36,9 @@ def with_grad(optimizer):
 def with_compute_gradients(optimizer):
     def step(state, x):
         scale = jstep.loss_scale(state)
-        loss, grads = jstep.compute_gradients(lambda params, x: scale * loss_fn(params, x))(state.params, x)
+        loss, grads = jstep.compute_gradients(lambda params, x: scale * loss_fn(params, x))(
+            state.params, x
+        )
         return jstep.apply_gradients(state, grads, optimizer, scaled=True), {"loss": loss / scale}
 
     return step
@@ -42,7 +47,12 @@ def with_compute_gradients(optimizer):
 def trained(step, optimizer, steps_per_call=1):
     state = jstep.TrainState.create({"w": jnp.zeros(4)}, optimizer)
     return jstep.train(
-        step, state, lambda n: np.ones(4, np.float32), 4, log_steps=None, steps_per_call=steps_per_call
+        step,
+        state,
+        lambda n: np.ones(4, np.float32),
+        4,
+        log_steps=None,
+        steps_per_call=steps_per_call,
     ).params["w"]
 
 
@@ -53,9 +63,15 @@ def trained(step, optimizer, steps_per_call=1):
 def test_a_scaled_custom_step_trains_as_minimize(inner, wrapper, make):
     optimizer = SCALED[wrapper](PLAIN[inner])
     want = trained(jstep.minimize(loss_fn, optimizer), optimizer)
-    np.testing.assert_allclose(trained(jstep.TrainStep(make(optimizer)), optimizer), want, rtol=1e-6)
-    np.testing.assert_allclose(trained(jstep.TrainStep(make(optimizer)), optimizer, 4), want, rtol=1e-6)
-    np.testing.assert_allclose(trained(jstep.TrainStep(make(PLAIN[inner])), PLAIN[inner]), want, rtol=1e-6)
+    np.testing.assert_allclose(
+        trained(jstep.TrainStep(make(optimizer)), optimizer), want, rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        trained(jstep.TrainStep(make(optimizer)), optimizer, 4), want, rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        trained(jstep.TrainStep(make(PLAIN[inner])), PLAIN[inner]), want, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("wrapper", SCALED)
@@ -67,9 +83,17 @@ def test_unscaled_gradients_are_an_error(wrapper):
         loss, grads = jstep.compute_gradients(loss_fn)(state.params, x)
         return jstep.apply_gradients(state, grads, optimizer), {"loss": loss}
 
-    for call in (step, jstep.TrainStep(step), jstep.TrainStep(step).eval_shape, jstep.scan_steps(step)):
+    for call in (
+        step,
+        jstep.TrainStep(step),
+        jstep.TrainStep(step).eval_shape,
+        jstep.scan_steps(step),
+    ):
         x = jnp.ones(4) if call is not None else None
-        with pytest.raises(ValueError, match=r"scaled=False: must be True .*loss \* jstep.loss_scale\(state\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"scaled=False: must be True .*loss \* jstep.loss_scale\(state\)",
+        ):
             call(state, x)
 
 
@@ -80,7 +104,9 @@ def test_the_loss_scale_of_a_state():
     assert jax.jit(jstep.loss_scale)(state) == 8
     plain = jstep.TrainState.create({"w": jnp.zeros(4)}, jstep.scope(jstep.adam(0.1), "loss_scale"))
     assert jstep.loss_scale(plain) == 1
-    custom = jstep.leafwise(lambda g, p, s, h: (-g, {}), hyper={}, scalars={"loss_scale": 3.0}, finished=True)
+    custom = jstep.leafwise(
+        lambda g, p, s, h: (-g, {}), hyper={}, scalars={"loss_scale": 3.0}, finished=True
+    )
     assert jstep.loss_scale(jstep.TrainState.create({"w": jnp.zeros(4)}, custom)) == 1
     with pytest.raises(ValueError, match="got one by hand"):
         jstep.loss_scale(jstep.TrainState(state.params, state.slots, state.global_step))

@@ -17,7 +17,11 @@ from jstep.training.metrics import Constants, split_metrics
 from jstep.training.step import call_step
 
 X = jnp.linspace(-1.0, 1.0, 32).reshape(8, 4)
-PARAMS = {"a": {"w": jnp.full((4, 8), 0.5), "b": jnp.ones(8)}, "still": jnp.ones(3), "n": jnp.array(2)}
+PARAMS = {
+    "a": {"w": jnp.full((4, 8), 0.5), "b": jnp.ones(8)},
+    "still": jnp.ones(3),
+    "n": jnp.array(2),
+}
 
 
 def loss_fn(params, x):
@@ -29,7 +33,9 @@ def norms(gradients, updates, params):
     assert gradients["n"] is None
     assert updates["still"] is None
     trees = {"grad": gradients, "update": updates, "new": {"a": params["a"]}}
-    return {f"{what}/{k}": v for what, tree in trees.items() for k, v in jstep.layer_norms(tree).items()}
+    return {
+        f"{what}/{k}": v for what, tree in trees.items() for k, v in jstep.layer_norms(tree).items()
+    }
 
 
 def product(gradients, updates, params):
@@ -51,7 +57,9 @@ OPTIMIZERS = {
     "scaled": lambda: jstep.dynamic_loss_scale(jstep.adam(0.1), initial=8.0),
     "guarded": lambda: jstep.skip_nonfinite(jstep.momentum(0.1, 0.9)),
     "accumulated": lambda: jstep.update_every(jstep.adam(0.1), 2, accumulate=True),
-    "projected": lambda: jstep.with_projection(jstep.adam(0.1), lambda p: jax.tree.map(lambda x: x * 1, p)),
+    "projected": lambda: jstep.with_projection(
+        jstep.adam(0.1), lambda p: jax.tree.map(lambda x: x * 1, p)
+    ),
 }
 
 
@@ -66,7 +74,9 @@ def test_functions_see_raw_gradients_updates_and_new_params(name):
     np.testing.assert_allclose(metrics["new/a"], jstep.global_norm(state.params["a"]), rtol=1e-6)
     before, _ = run(optimizer, 1)
     np.testing.assert_allclose(
-        metrics["grad/a"], jstep.global_norm(jax.grad(loss_fn, allow_int=True)(before.params, X)["a"]), rtol=1e-5
+        metrics["grad/a"],
+        jstep.global_norm(jax.grad(loss_fn, allow_int=True)(before.params, X)["a"]),
+        rtol=1e-5,
     )
     assert {metrics[key].shape for key in ("grad/a", "update/a", "new/a", "product")} == {()}
 
@@ -103,7 +113,11 @@ def test_a_skipped_update_is_zero_and_a_frozen_leaf_is_none():
     step = jstep.minimize(lambda p: jnp.log(p["a"]) + p["b"], optimizer, metrics={look})
     _, metrics = step(jstep.TrainState.create({"a": 0.0, "b": 1.0}, optimizer))
     assert found == [(None, None)]
-    assert (float(metrics["u"]), float(metrics["p"]), float(metrics["g"])) == (0.0, 0.0, float("inf"))
+    assert (float(metrics["u"]), float(metrics["p"]), float(metrics["g"])) == (
+        0.0,
+        0.0,
+        float("inf"),
+    )
     assert float(metrics["a/skipped"]) == 1.0
 
 
@@ -142,7 +156,9 @@ def test_a_function_may_return_a_mean_of():
         return {"ratio": jstep.metrics.mean_of(jnp.sum(gradients["a"]["b"]), 8)}
 
     _, metrics = run(jstep.adam(0.1), 1, metrics=ratio)
-    assert metrics["ratio"] == jax.tree.map(jnp.float32, jstep.metrics.mean_of(metrics["ratio"].total, 8))
+    assert metrics["ratio"] == jax.tree.map(
+        jnp.float32, jstep.metrics.mean_of(metrics["ratio"].total, 8)
+    )
     assert metrics["ratio"].total > 0
 
 
@@ -157,11 +173,18 @@ def test_constants_belong_to_the_program_that_ran():
 
 def test_custom_hyperparameter_numbers_are_constants():
     base = jstep.gradient_descent(0.5)
-    custom = base._replace(hyperparameters=lambda step: {"a": 0.25, "b": np.float32(3), "c": 7, "d": True})
+    custom = base._replace(
+        hyperparameters=lambda step: {"a": 0.25, "b": np.float32(3), "c": 7, "d": True}
+    )
     step = jstep.minimize(loss_fn_of_constants, custom)
     state, metrics = step(fresh(custom), X_OF_CONSTANTS, Y)
     assert constants_of(step, fresh(custom), X_OF_CONSTANTS, Y) == {"a", "b", "c", "d"}
-    assert {name: metrics[name].item() for name in "abcd"} == {"a": 0.25, "b": 3.0, "c": 7, "d": True}
+    assert {name: metrics[name].item() for name in "abcd"} == {
+        "a": 0.25,
+        "b": 3.0,
+        "c": 7,
+        "d": True,
+    }
     assert all(isinstance(metrics[name], np.generic) for name in "abcd")
     traced = step.trace(state, X_OF_CONSTANTS, Y)
     assert jax.tree.structure(traced.out_info[1]) == jax.tree.structure(metrics)
@@ -176,7 +199,13 @@ def test_numbers_that_32_bits_hold_are_constants():
         "array": np.int64(3),
         "off": np.bool_(False),
     }
-    others = {"below": -(2**31) - 1, "above": 2**31, "vector": np.ones(2), "text": np.str_("x"), "jax": jnp.float32(1)}
+    others = {
+        "below": -(2**31) - 1,
+        "above": 2**31,
+        "vector": np.ones(2),
+        "text": np.str_("x"),
+        "jax": jnp.float32(1),
+    }
     computed, constants = split_metrics(values | others)
     assert list(computed) == list(others)
     kinds = {"i": "int32", "f": "float32", "b": "bool"}
@@ -236,11 +265,19 @@ def test_constants_are_equal_by_their_bits():
     one, same = (Constants({"a": nan, "b": np.float32(0)}, "skipped") for _ in range(2))
     assert one == same
     assert hash(one) == hash(same)
-    others = [Constants({"a": nan, "b": np.float32(-0.0)}, "skipped"), Constants({"a": nan, "b": np.float32(0)})]
-    others += [Constants({"a": nan, "b": np.float64(0)}, "skipped"), Constants({"a": nan}, "skipped")]
+    others = [
+        Constants({"a": nan, "b": np.float32(-0.0)}, "skipped"),
+        Constants({"a": nan, "b": np.float32(0)}),
+    ]
+    others += [
+        Constants({"a": nan, "b": np.float64(0)}, "skipped"),
+        Constants({"a": nan}, "skipped"),
+    ]
     assert [one == other for other in [*others, "skipped"]] == [False] * 5
     repeated = one.repeated(3)
-    assert {name: value.tolist() for name, value in repeated.all.items() if name == "b"} == {"b": [0.0] * 3}
+    assert {name: value.tolist() for name, value in repeated.all.items() if name == "b"} == {
+        "b": [0.0] * 3
+    }
     assert repeated.all["a"].shape == (3,)
     assert repeated.skipped == "skipped"
 
@@ -264,7 +301,9 @@ def test_loss_is_scaled_but_reported_unscaled(n):
     plain = jstep.gradient_descent(0.5)
     optimizer = jstep.dynamic_loss_scale(plain, initial=8.0, period=2)
     kwargs = {"metrics": ("grad_norm", "update_norm"), "num_microbatches": n}
-    want, want_metrics = jstep.minimize(loss_fn_of_slots, plain, **kwargs)(fresh_of_slots(plain), X_OF_SLOTS)
+    want, want_metrics = jstep.minimize(loss_fn_of_slots, plain, **kwargs)(
+        fresh_of_slots(plain), X_OF_SLOTS
+    )
     step = jstep.minimize(loss_fn_of_slots, optimizer, **kwargs)
     state, metrics = step(fresh_of_slots(optimizer), X_OF_SLOTS)
     np.testing.assert_allclose(state.params["w"], want.params["w"])
@@ -295,9 +334,11 @@ def test_skips_and_held_hyperparameters_are_metrics():
 @pytest.mark.thorough(except_for=["1e+30-0.0"])
 @pytest.mark.parametrize(("gradient", "skipped"), [(1.0, 1.0), (1e30, 0.0)])
 def test_an_update_is_not_skipped_if_a_slot_outside_of_the_guard_overflowed(gradient, skipped):
-    """The update of "b" is finite, but not the sum of its squared gradients: a later update can't be right."""
+    """The update of "b" is finite, but not the sum of its squared gradients: a later update can't
+    be right."""
     optimizer = jstep.partition(
-        {"a": jstep.skip_nonfinite(jstep.gradient_descent(0.5)), "b": jstep.adagrad(0.5)}, lambda path, leaf: path
+        {"a": jstep.skip_nonfinite(jstep.gradient_descent(0.5)), "b": jstep.adagrad(0.5)},
+        lambda path, leaf: path,
     )
     state = jstep.TrainState.create({"a": 1.0, "b": 1.0}, optimizer)
     step = jstep.minimize(lambda params, x: params["a"] * x[0] + params["b"] * x[1], optimizer)

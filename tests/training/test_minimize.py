@@ -1,4 +1,5 @@
-"""Semantics of `minimize`: step counter, metrics, variables, model state, keys, and microbatches."""
+"""Semantics of `minimize`: step counter, metrics, variables, model state, keys, and
+microbatches."""
 
 import math
 
@@ -42,7 +43,9 @@ def test_everything_reads_the_step_before_the_update():
 
 
 @pytest.mark.thorough(except_for=["int"])
-@pytest.mark.parametrize("step", [6, np.int64(6), np.array(6, np.int64)], ids=["int", "scalar", "array"])
+@pytest.mark.parametrize(
+    "step", [6, np.int64(6), np.array(6, np.int64)], ids=["int", "scalar", "array"]
+)
 def test_apply_gradients_of_a_step_that_is_a_number_of_the_host(step):
     optimizer = jstep.adam(jstep.piecewise_constant([6], [1.0, 0.25]))
     grads = {"w": jnp.ones(3), "b": jnp.float32(1)}
@@ -67,7 +70,12 @@ def test_uncounted_steps_do_not_increment_the_step():
         np.testing.assert_allclose(metrics["learning_rate"], 0.1, rtol=1e-6)
     assert jstep.global_step(state) == 0
     grads = {"w": jnp.ones(3), "b": jnp.float32(1)}
-    assert jstep.global_step(jstep.apply_gradients(state, grads, optimizer, increment_global_step=False)) == 0
+    assert (
+        jstep.global_step(
+            jstep.apply_gradients(state, grads, optimizer, increment_global_step=False)
+        )
+        == 0
+    )
 
 
 # Metrics.
@@ -78,9 +86,11 @@ def test_norms_on_request():
     step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "update_norm", "param_norm"))
     _, grads = jstep.compute_gradients(loss_fn)(fresh(optimizer).params, X, Y)
     state, metrics = step(fresh(optimizer), X, Y)
-    np.testing.assert_allclose(metrics["grad_norm"], jstep.global_norm(grads), rtol=1e-5)  # before clipping
+    # The norm before clipping.
+    np.testing.assert_allclose(metrics["grad_norm"], jstep.global_norm(grads), rtol=1e-5)
     np.testing.assert_allclose(metrics["update_norm"], 1.0, rtol=1e-5)  # as added to the parameters
-    np.testing.assert_allclose(metrics["param_norm"], jstep.global_norm(state.params), rtol=1e-5)  # after the update
+    # The norm after the update.
+    np.testing.assert_allclose(metrics["param_norm"], jstep.global_norm(state.params), rtol=1e-5)
 
 
 def test_aux_is_merged_into_the_metrics():
@@ -110,12 +120,17 @@ def test_model_state_is_updated_per_microbatch(has_aux, n):
     optimizer = jstep.gradient_descent(0.1)
 
     def loss(params, model_state, x, y):
-        new = {"mean": 0.5 * model_state["mean"] + 0.5 * jnp.mean(x), "batches": model_state["batches"] + 1}
+        new = {
+            "mean": 0.5 * model_state["mean"] + 0.5 * jnp.mean(x),
+            "batches": model_state["batches"] + 1,
+        }
         value = loss_fn(params, x, y) + 0.0 * model_state["mean"]
         return value, ((new, {"seen": jnp.int32(x.shape[0])}) if has_aux else new)
 
     state = fresh(optimizer, model_state={"mean": 0.0, "batches": 0})
-    step = jstep.minimize(loss, optimizer, has_model_state=True, has_aux=has_aux, num_microbatches=n)
+    step = jstep.minimize(
+        loss, optimizer, has_model_state=True, has_aux=has_aux, num_microbatches=n
+    )
     plain = jstep.minimize(loss_fn, optimizer)(fresh(optimizer), X, Y)[0]
     state, metrics = step(state, X, Y)
     assert_close(state.params, plain.params, 1e-5)
@@ -158,7 +173,11 @@ def test_rng_depends_on_the_step_and_the_microbatch(n):
 @pytest.mark.parametrize("kind", [None, jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_skipped_updates_keep_the_model_state(kind):
     def loss_fn(params, stats, x):
-        new = {"mean": 0.9 * stats["mean"] + 0.1 * x.mean(0), "count": stats["count"] + 1, "key": stats["key"]}
+        new = {
+            "mean": 0.9 * stats["mean"] + 0.1 * x.mean(0),
+            "count": stats["count"] + 1,
+            "key": stats["key"],
+        }
         return jnp.mean((x @ params["w"]) ** 2), new
 
     stats = {"mean": jnp.zeros(4), "count": jnp.int32(0), "key": jax.random.key(3)}
@@ -172,8 +191,10 @@ def test_skipped_updates_keep_the_model_state(kind):
             state = jstep.shard_state(state, mesh)
             rows = [jstep.shard_batch(x, mesh) for x in rows]
         state, _ = step(state, rows[0])
-        before = jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if x.dtype == stats["key"].dtype else x),
-                              state.slots["model_state"])  # fmt: skip
+        before = jax.tree.map(
+            lambda x: np.asarray(jax.random.key_data(x) if x.dtype == stats["key"].dtype else x),
+            state.slots["model_state"],
+        )
         state, metrics = step(state, rows[1])
         assert metrics["skipped"] == 1
         after = state.slots["model_state"]

@@ -23,7 +23,10 @@ class Frozen(collections.UserDict):
 
 jax.tree_util.register_pytree_with_keys(
     Frozen,
-    lambda tree: ([(jax.tree_util.DictKey(key), value) for key, value in tree.data.items()], tuple(tree.data)),
+    lambda tree: (
+        [(jax.tree_util.DictKey(key), value) for key, value in tree.data.items()],
+        tuple(tree.data),
+    ),
     lambda keys, values: Frozen(zip(keys, values, strict=True)),
 )
 
@@ -46,7 +49,13 @@ def rows_of(step, steps_per_call=1):
     ]
     state = jstep.TrainState.create({"w": jnp.zeros(4)}, OPTIMIZER)
     jstep.train(
-        step, state, lambda n: np.ones(4, np.float32), 4, log_steps=None, hooks=hooks, steps_per_call=steps_per_call
+        step,
+        state,
+        lambda n: np.ones(4, np.float32),
+        4,
+        log_steps=None,
+        hooks=hooks,
+        steps_per_call=steps_per_call,
     )
     return rows, seen
 
@@ -65,7 +74,8 @@ def test_every_mapping_reaches_hooks_as_a_flat_dict(kind, make, steps_per_call):
 
     rows, seen = rows_of(MAKERS[make](step), steps_per_call)
     names = {"loss", "world/kl", "world/parts/a", "rate"}
-    # The step shows the hyperparameters of the optimizer that it calls, too; rows have what changes, and rates.
+    # The step shows the hyperparameters of the optimizer that it calls, too; rows have what
+    # changes, and rates.
     assert seen == [(dict, names | {"learning_rate", "momentum", "dampening", "weight_decay"})] * 2
     assert [set(row) for row in rows] == [names | {"learning_rate"}] * 2
     assert rows[1]["world/parts/a"] == pytest.approx(2 * rows[1]["loss"])

@@ -20,7 +20,11 @@ def params():
 
 
 def draw_rows(seed, rows=ROWS):
-    return np.random.default_rng(seed).normal([1.0, -0.5, 0.25], [1.0, 2.0, 0.5], (rows, 3)).astype(np.float32)
+    return (
+        np.random.default_rng(seed)
+        .normal([1.0, -0.5, 0.25], [1.0, 2.0, 0.5], (rows, 3))
+        .astype(np.float32)
+    )
 
 
 def estimate(x, weights=None, n=N):
@@ -40,7 +44,11 @@ def average(measured, decay=0.99):
     for estimates in measured:
         both = decay * both + (1 - decay) * np.asarray(estimates)
     noise, square = both / (1 - decay ** len(measured))
-    return {"gradient_noise": noise, "gradient_square": square, "noise_scale": noise / square if square > 0 else np.nan}
+    return {
+        "gradient_noise": noise,
+        "gradient_square": square,
+        "noise_scale": noise / square if square > 0 else np.nan,
+    }
 
 
 def check(metrics, expected, rtol=2e-5):
@@ -68,7 +76,9 @@ def test_averages_follow_the_equations(method, decay):
 
 
 @pytest.mark.thorough(except_for=["weights0"])
-@pytest.mark.parametrize("weights", [(3.0, 1.0, 2.0, 5.0), (3.0, 0.0, 2.0, 0.0), (0.5, 0.25, 0.0, 0.0)])
+@pytest.mark.parametrize(
+    "weights", [(3.0, 1.0, 2.0, 5.0), (3.0, 0.0, 2.0, 0.0), (0.5, 0.25, 0.0, 0.0)]
+)
 def test_noise_is_per_unit_weight_and_zero_weights_are_ignored(weights):
     optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
     step, state = make(optimizer, weight_fn=lambda x, w: jnp.mean(w))
@@ -118,14 +128,18 @@ def test_negative_square_gives_nan_and_is_not_clipped():
     optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
     step = jstep.minimize(only_w, optimizer, num_microbatches=4, metrics="noise_scale")
     _, metrics = step(jstep.TrainState.create(params(), optimizer), x)
-    np.testing.assert_allclose([metrics["gradient_noise"], metrics["gradient_square"]], [4 / 3, -1 / 3], rtol=1e-6)
+    np.testing.assert_allclose(
+        [metrics["gradient_noise"], metrics["gradient_square"]], [4 / 3, -1 / 3], rtol=1e-6
+    )
     assert np.isnan(metrics["noise_scale"])
 
 
 GUARDS = {
     "inside": lambda inner: jstep.with_noise_scale(jstep.skip_nonfinite(inner)),
     "scale": lambda inner: jstep.dynamic_loss_scale(jstep.with_noise_scale(inner), initial=2.0**40),
-    "scope": lambda inner: jstep.scope(jstep.dynamic_loss_scale(jstep.scope(jstep.with_noise_scale(inner), "b")), "a"),
+    "scope": lambda inner: jstep.scope(
+        jstep.dynamic_loss_scale(jstep.scope(jstep.with_noise_scale(inner), "b")), "a"
+    ),
 }
 
 
@@ -133,7 +147,9 @@ GUARDS = {
 @pytest.mark.parametrize("place", GUARDS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_skipped_steps_keep_the_averages(place, bad):
-    optimizer = GUARDS[place](jstep.chain(jstep.clip_gradients(by_global_norm=0.1), jstep.adam(1e-3)))
+    optimizer = GUARDS[place](
+        jstep.chain(jstep.clip_gradients(by_global_norm=0.1), jstep.adam(1e-3))
+    )
     step, state = make(optimizer)
     measured = []
     for seed in range(4):

@@ -63,12 +63,23 @@ def rows_of(step, optimizer, **options):
     rows = []
     reporting = jstep.MetricsHook(lambda step, row: rows.append((step, row)), every_n_steps=2)
     hooks = [
-        jstep.every(1, lambda step, state, metrics: seen.update({step: {n: float(x) for n, x in metrics.items()}})),
+        jstep.every(
+            1,
+            lambda step, state, metrics: seen.update(
+                {step: {n: float(x) for n, x in metrics.items()}}
+            ),
+        ),
         reporting,
         HalveAt4(),
     ]
     jstep.train(
-        step, fresh_state(optimizer), lambda n: np.ones(4, np.float32), 6, log_steps=None, hooks=hooks, **options
+        step,
+        fresh_state(optimizer),
+        lambda n: np.ones(4, np.float32),
+        6,
+        log_steps=None,
+        hooks=hooks,
+        **options,
     )
     return seen, rows, reporting.constants
 
@@ -76,13 +87,21 @@ def rows_of(step, optimizer, **options):
 def assert_alike(shown, expected):
     """Equal up to rounding, with the same names in the same rows."""
     for values, others in zip(shown, expected, strict=True):
-        assert [key for key, _ in sorted(dict(values).items())] == [key for key, _ in sorted(dict(others).items())]
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), dict(values), dict(others))
+        assert [key for key, _ in sorted(dict(values).items())] == [
+            key for key, _ in sorted(dict(others).items())
+        ]
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), dict(values), dict(others)
+        )
 
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "held" else pytest.mark.thorough) for kind in OPTIMIZERS]
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind == "held" else pytest.mark.thorough)
+        for kind in OPTIMIZERS
+    ],
 )
 def test_custom_steps_show_what_minimize_shows(kind, make):
     optimizer = OPTIMIZERS[kind]
@@ -153,19 +172,23 @@ def test_a_nested_state_is_not_shown():
     )
     shown = []
     hook = jstep.every(1, lambda step, state, metrics: shown.append(metrics))
-    jstep.train(jax.jit(step), state, lambda n: np.ones(4, np.float32), 2, log_steps=None, hooks=[hook])
+    jstep.train(
+        jax.jit(step), state, lambda n: np.ones(4, np.float32), 2, log_steps=None, hooks=[hook]
+    )
     assert all(metrics["learning_rate"] == 0.5 and "beta1" not in metrics for metrics in shown)
 
 
 def test_hyperparameters_that_need_a_concrete_step_end_no_run():
     optimizer = jstep.sgd(0.5)
-    odd = optimizer._replace(hyperparameters=lambda step: {"learning_rate": 0.5 if int(step) < 3 else 0.1})
+    odd = optimizer._replace(
+        hyperparameters=lambda step: {"learning_rate": 0.5 if int(step) < 3 else 0.1}
+    )
     seen, _, _ = rows_of(jax.jit(custom(odd)), odd)
     assert set(seen[6]) == {"loss"}
 
 
-# A step that is not compiled and calls functions that the user compiles: JAX traces these once in a process, and only
-# then are their updates seen.
+# A step that is not compiled and calls functions that the user compiles: JAX traces these once in a
+# process, and only then are their updates seen.
 
 
 def compiled_update(optimizer):
@@ -204,8 +227,12 @@ class Frozen(Trainer):
 
 AROUND = {
     "function": lambda optimizer: around(compiled_update(optimizer)),
-    "lambda": lambda optimizer: (lambda step: lambda state, x: step(state, x))(around(compiled_update(optimizer))),
-    "partial": lambda optimizer: functools.partial(lambda f, state, x: around(f)(state, x), compiled_update(optimizer)),
+    "lambda": lambda optimizer: (lambda step: lambda state, x: step(state, x))(
+        around(compiled_update(optimizer))
+    ),
+    "partial": lambda optimizer: functools.partial(
+        lambda f, state, x: around(f)(state, x), compiled_update(optimizer)
+    ),
     "bound method": lambda optimizer: Trainer(optimizer).step,
     "object": Trainer,
     "frozen object": Frozen,
@@ -237,12 +264,16 @@ def test_batches_of_another_shape_show_what_the_first_ones_did():
         return update(state, gradients), {"loss": loss}
 
     rates = rates_of(step, optimizer, batches=lambda n: np.ones(1 if n % 2 else 4, np.float32))
-    assert rates == pytest.approx([float(jstep.exponential_decay(0.1, 10, 0.5)(n)) for n in range(6)])
+    assert rates == pytest.approx(
+        [float(jstep.exponential_decay(0.1, 10, 0.5)(n)) for n in range(6)]
+    )
 
 
 def rates_of(step, optimizer, batches=lambda n: np.ones(4, np.float32)):
     rates = []
-    hook = jstep.MetricsHook(lambda step, row: rates.append(row.get("learning_rate")), every_n_steps=1)
+    hook = jstep.MetricsHook(
+        lambda step, row: rates.append(row.get("learning_rate")), every_n_steps=1
+    )
     jstep.train(step, fresh_state(optimizer), batches, 6, log_steps=None, hooks=[hook])
     return rates
 
@@ -261,7 +292,9 @@ def test_a_step_that_changes_to_another_compiled_update_shows_no_rate_of_the_fir
 
 def test_a_call_that_compiles_nothing_shows_its_own_optimizer_only():
     optimizers = [jstep.adamw(0.5), jstep.adam(0.25)]
-    seen, _, _ = rows_of(lambda state, x: custom(optimizers[int(state.global_step) % 2])(state, x), optimizers[0])
+    seen, _, _ = rows_of(
+        lambda state, x: custom(optimizers[int(state.global_step) % 2])(state, x), optimizers[0]
+    )
     assert ["weight_decay" in seen[step] for step in range(1, 7)] == [True, False] * 3
 
 
@@ -284,7 +317,11 @@ def test_a_trainer_whose_schedule_uses_it_is_not_kept_alive():
             super().__init__(jstep.sgd(lambda step: self.rate))
 
     trainer = Scheduled()
-    assert rates_of(trainer.step, jstep.sgd(0.1)) == rates_of(trainer.step, jstep.sgd(0.1)) == [0.5] * 6
+    assert (
+        rates_of(trainer.step, jstep.sgd(0.1))
+        == rates_of(trainer.step, jstep.sgd(0.1))
+        == [0.5] * 6
+    )
     alive = weakref.ref(trainer)
     del trainer
     gc.collect()

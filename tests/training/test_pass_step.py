@@ -43,8 +43,13 @@ def test_beside_a_key_and_averages_and_with_several_losses():
     def loss_fn(params, x, *, rng, averages, step):
         return annealed(params, x, step) + 0 * averages["w"] + 0 * jax.random.normal(rng)
 
-    optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), jstep.ExponentialMovingAverage(0.5))
-    losses = {"w": (loss_fn, "w"), "v": (lambda params, x, rng, averages, step: params["v"] * jnp.float32(step), "v")}
+    optimizer = jstep.with_moving_average(
+        jstep.gradient_descent(1.0), jstep.ExponentialMovingAverage(0.5)
+    )
+    losses = {
+        "w": (loss_fn, "w"),
+        "v": (lambda params, x, rng, averages, step: params["v"] * jnp.float32(step), "v"),
+    }
     options = {"rng": jax.random.key(0), "use_averages": True, "pass_step": True}
     train_step = jstep.minimize(losses, optimizer, **options)
     state = jstep.TrainState.create({"w": 0.0, "v": 0.0}, optimizer)
@@ -59,5 +64,7 @@ def test_it_survives_a_restart_and_calls_of_several_steps(tmp_path):
     train_step = jstep.minimize(annealed, optimizer, pass_step=True)
     fresh = jstep.TrainState.create({"w": 0.0}, optimizer)
     for last in (3, 6):
-        state = jstep.train(train_step, fresh, lambda n: X, last, checkpoint_dir=tmp_path, steps_per_call=3)
+        state = jstep.train(
+            train_step, fresh, lambda n: X, last, checkpoint_dir=tmp_path, steps_per_call=3
+        )
     np.testing.assert_allclose(state.params["w"], -sum(EXPECTED), rtol=1e-6)

@@ -1,4 +1,5 @@
-"""Eight programs of research agree with their originals, and end with the same bits after three kills."""
+"""Eight programs of research agree with their originals, and end with the same bits after three
+kills."""
 
 import pathlib
 import re

@@ -1,4 +1,5 @@
-"""Steps under the caller's JAX contexts: meshes, transfer guards, PRNG settings, and debug checks."""
+"""Steps under the caller's JAX contexts: meshes, transfer guards, PRNG settings, and debug
+checks."""
 
 from typing import Any
 
@@ -24,7 +25,9 @@ def loss_fn(params: Any, x: Any) -> jax.Array:
 
 
 def make(optimizer: jstep.Optimizer = OPTIMIZER, **placement: Any) -> jstep.TrainState:
-    return jstep.TrainState.create({"w": FIRST, "b": np.zeros(2, np.float32)}, optimizer, **placement)
+    return jstep.TrainState.create(
+        {"w": FIRST, "b": np.zeros(2, np.float32)}, optimizer, **placement
+    )
 
 
 def train(state: jstep.TrainState, optimizer: jstep.Optimizer) -> Any:
@@ -42,7 +45,9 @@ def test_step_inside_and_outside_an_explicit_mesh(compilations: Any) -> None:
     with jax.set_mesh(EXPLICIT):
         state, _ = step(state, batch)
         sharded = jstep.shard_state(make(), EXPLICIT, [("w", P())], slot_axis="data")
-        created = jstep.TrainState.create(lambda: {"w": jnp.ones((4, 2)), "b": jnp.zeros(2)}, OPTIMIZER, **ON_MESH)
+        created = jstep.TrainState.create(
+            lambda: {"w": jnp.ones((4, 2)), "b": jnp.zeros(2)}, OPTIMIZER, **ON_MESH
+        )
         for other in (sharded, created):
             assert jax.tree.leaves(step(other, batch)[0].params)[0].sharding.mesh == EXPLICIT
         jstep.increment_global_step(state)
@@ -55,10 +60,14 @@ def test_step_inside_and_outside_an_explicit_mesh(compilations: Any) -> None:
 @pytest.mark.thorough(except_for=["a mesh-constants"])
 @pytest.mark.parametrize("optimizer", [OPTIMIZER, CONSTANT], ids=["a schedule", "constants"])
 @pytest.mark.parametrize("placement", [{}, ON_MESH], ids=["one device", "a mesh"])
-def test_transfer_guard_allows_states_and_numpy_batches(optimizer: jstep.Optimizer, placement: Any) -> None:
+def test_transfer_guard_allows_states_and_numpy_batches(
+    optimizer: jstep.Optimizer, placement: Any
+) -> None:
     with jax.transfer_guard("disallow"):
         state = make(optimizer, **placement)
-        state, metrics = train(jstep.shard_state(state, EXPLICIT) if placement else state, optimizer)
+        state, metrics = train(
+            jstep.shard_state(state, EXPLICIT) if placement else state, optimizer
+        )
         keyed = jstep.minimize(lambda p, x, rng: loss_fn(p, x), optimizer, rng=KEY)
         keyed(make(optimizer, **placement), ROWS)
     assert int(state.global_step) == 3
@@ -69,7 +78,10 @@ def test_transfer_guard_allows_states_and_numpy_batches(optimizer: jstep.Optimiz
 @pytest.mark.parametrize("placement", [{}, {"mesh": EXPLICIT}], ids=["one device", "a mesh"])
 def test_what_is_set_or_changes_after_some_calls_counts_at_the_next(placement: Any) -> None:
     """Most of a call is known from the one before; what may differ is asked each time."""
-    step, apart = jstep.minimize(loss_fn, OPTIMIZER), jstep.minimize(loss_fn, OPTIMIZER, donate=False)
+    step, apart = (
+        jstep.minimize(loss_fn, OPTIMIZER),
+        jstep.minimize(loss_fn, OPTIMIZER, donate=False),
+    )
     state, expected = make(**placement), make(**placement)
     for n in range(3):
         state, expected = step(state, n * ROWS)[0], apart(expected, n * ROWS)[0]
@@ -109,6 +121,12 @@ def test_debug_nans_with_donating_steps() -> None:
         state, _ = step(jstep.TrainState.create({"w": ones}, optimizer), ones)
         with pytest.raises(FloatingPointError, match="encountered in log"):
             step(state, -ones)
-    with jax.debug_infs(True), pytest.raises(FloatingPointError, match=r"\(inf\) encountered in log"):
+    with (
+        jax.debug_infs(True),
+        pytest.raises(
+            FloatingPointError,
+            match=r"\(inf\) encountered in log",
+        ),
+    ):
         step(state, 0 * ones)
     assert not state.params["w"].is_deleted()

@@ -15,7 +15,9 @@ OPTIMIZER = jstep.gradient_descent(0.1)
 
 
 def convolved(params, x):
-    y = jax.lax.conv_general_dilated(x, params["k"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    y = jax.lax.conv_general_dilated(
+        x, params["k"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
     return jnp.mean(jax.nn.relu(y) ** 2)
 
 
@@ -34,12 +36,21 @@ def has_loop(step, *args):
 @pytest.mark.thorough(except_for=["convolved-None-False", "dense-True-False"])
 @pytest.mark.parametrize(
     ("loss_fn", "unroll", "want"),
-    [(dense, None, True), (convolved, None, False), (convolved, 1, True), (dense, True, False), (dense, 2, False)],
+    [
+        (dense, None, True),
+        (convolved, None, False),
+        (convolved, 1, True),
+        (dense, True, False),
+        (dense, 2, False),
+    ],
 )
 def test_unrolling_of_scans_and_microbatches(loss_fn, unroll, want):
     step = jstep.minimize(loss_fn, OPTIMIZER)
     assert has_loop(jstep.scan_steps(step, unroll=unroll), jnp.stack([IMAGES, IMAGES])) == want
-    assert has_loop(jstep.minimize(loss_fn, OPTIMIZER, num_microbatches=2, unroll=unroll), IMAGES) == want
+    assert (
+        has_loop(jstep.minimize(loss_fn, OPTIMIZER, num_microbatches=2, unroll=unroll), IMAGES)
+        == want
+    )
 
 
 def test_unrolling_does_not_change_values():

@@ -20,7 +20,9 @@ def distance(params, x, averages):
 
 def reference(steps):
     w = teacher = PARAMS["w"]
-    grad = jax.jit(jax.grad(lambda w, teacher: distance({"w": w}, X, {"w": teacher, "n": PARAMS["n"]})))
+    grad = jax.jit(
+        jax.grad(lambda w, teacher: distance({"w": w}, X, {"w": teacher, "n": PARAMS["n"]}))
+    )
     for _ in range(steps):
         w = w - 0.1 * grad(w, teacher)
         teacher = teacher - 0.5 * (teacher - w)
@@ -52,7 +54,8 @@ def test_loss_receives_the_averages(name):
 
 @pytest.mark.thorough(except_for=["kwargs1"])
 @pytest.mark.parametrize(
-    "kwargs", [{"num_microbatches": 2}, {"jit": False}, {"sharpness": 0.0}, {"metrics": "grad_norm"}]
+    "kwargs",
+    [{"num_microbatches": 2}, {"jit": False}, {"sharpness": 0.0}, {"metrics": "grad_norm"}],
 )
 def test_averages_with_other_options(kwargs):
     optimizer = jstep.with_moving_average(jstep.gradient_descent(0.1), EMA)
@@ -62,15 +65,22 @@ def test_averages_with_other_options(kwargs):
 
 
 def test_averages_have_no_gradient():
-    optimizer = jstep.with_moving_average(jstep.gradient_descent(0.1), EMA, var_list=lambda path, leaf: path == "w")
-    params = {"w": jnp.float32(1.0), "v": jnp.float32(2.0)}  # v is not averaged: the averages contain its value
-    step = jstep.minimize(lambda p, averages: p["w"] * averages["v"] * averages["w"], optimizer, use_averages=True)
+    optimizer = jstep.with_moving_average(
+        jstep.gradient_descent(0.1), EMA, var_list=lambda path, leaf: path == "w"
+    )
+    # v is not averaged: the averages contain its value.
+    params = {"w": jnp.float32(1.0), "v": jnp.float32(2.0)}
+    step = jstep.minimize(
+        lambda p, averages: p["w"] * averages["v"] * averages["w"], optimizer, use_averages=True
+    )
     state, _ = step(jstep.TrainState.create(params, optimizer))
     assert state.params["v"] == 2.0
     np.testing.assert_allclose(state.params["w"], 1.0 - 0.1 * 2.0)
 
     def outer(state):
-        pure = jstep.minimize(lambda p, averages: p["w"] + averages["w"], optimizer, use_averages=True, jit=False)
+        pure = jstep.minimize(
+            lambda p, averages: p["w"] + averages["w"], optimizer, use_averages=True, jit=False
+        )
         return pure(state)[1]["loss"]
 
     assert outer(jstep.TrainState.create(params, optimizer)) == 2.0
@@ -78,7 +88,10 @@ def test_averages_have_no_gradient():
 
 def of_players():
     """Averages inside each label: two slots, with different leaves."""
-    parts = {name: jstep.with_moving_average(jstep.gradient_descent(0.5), EMA) for name in ("critic", "actor")}
+    parts = {
+        name: jstep.with_moving_average(jstep.gradient_descent(0.5), EMA)
+        for name in ("critic", "actor")
+    }
     return jstep.partition(parts, lambda path, leaf: path.split("/")[0])
 
 
@@ -103,12 +116,19 @@ def test_several_names_give_one_tree(tmp_path):
         state, _ = step(state, jnp.float32(1))
     for name, value in slow.items():
         np.testing.assert_allclose(jstep.averaged_params(state, NAMES)[name], value, rtol=1e-5)
-    evaluate = jstep.evaluator(lambda p, x: {"sum": p["critic"] + p["actor"] + 0 * x.sum()}, [X], use_averages=NAMES)
-    np.testing.assert_allclose(evaluate(state)["sum"], float(slow["critic"] + slow["actor"]), rtol=1e-5)
+    evaluate = jstep.evaluator(
+        lambda p, x: {"sum": p["critic"] + p["actor"] + 0 * x.sum()}, [X], use_averages=NAMES
+    )
+    np.testing.assert_allclose(
+        evaluate(state)["sum"], float(slow["critic"] + slow["actor"]), rtol=1e-5
+    )
     with jstep.Saver(tmp_path) as saver:
         saver.save(state)
         plain = jstep.TrainState.create(params, jstep.gradient_descent(0.1))
-        for back in (saver.restore(plain, use_averages=NAMES).params, saver.restore_params(params, use_averages=NAMES)):
+        for back in (
+            saver.restore(plain, use_averages=NAMES).params,
+            saver.restore_params(params, use_averages=NAMES),
+        ):
             for name, value in slow.items():
                 np.testing.assert_allclose(back[name], value, rtol=1e-5)
         assert set(saver.restore(None, use_averages=NAMES)["params"]) == set(slow)

@@ -1,4 +1,5 @@
-"""Warnings of updates that mean something else than they look like, given once, when a step is traced."""
+"""Warnings of updates that mean something else than they look like, given once, when a step is
+traced."""
 
 import jax
 import jax.numpy as jnp
@@ -53,9 +54,13 @@ def label(path, leaf):
 EMA = jstep.ExponentialMovingAverage
 BY_STEP = {
     "update_every": jstep.update_every(SGD, 4),
-    "accumulating": jstep.chain(jstep.clip_gradients(by_value=1.0), jstep.update_every(SGD, 4, accumulate=True)),
+    "accumulating": jstep.chain(
+        jstep.clip_gradients(by_value=1.0), jstep.update_every(SGD, 4, accumulate=True)
+    ),
     "average": jstep.with_moving_average(SGD, EMA(0.9, every=4)),
-    "label": jstep.partition({"a": SGD, "a/b": jstep.scope(jstep.update_every(SGD, 2), "x")}, label),
+    "label": jstep.partition(
+        {"a": SGD, "a/b": jstep.scope(jstep.update_every(SGD, 2), "x")}, label
+    ),
     "guarded": jstep.skip_nonfinite(jstep.scope(jstep.update_every(SGD, 2), "a")),
 }
 NOT_BY_STEP = {
@@ -73,12 +78,19 @@ def test_what_is_due_at_some_steps_in_a_step_of_several_updates(updates, name, m
     (warning,) = warnings_of(MAKERS[make](updates(BY_STEP[name])), BY_STEP[name], caplog)
     assert "makes several updates, and" in warning
     assert "num_microbatches" in warning
-    assert ("ExponentialMovingAverage (every=4)" if name == "average" else "update_every(…, ") in warning
+    assert (
+        "ExponentialMovingAverage (every=4)" if name == "average" else "update_every(…, "
+    ) in warning
 
 
 def test_the_warning_is_given_once_for_several_steps_a_call(caplog):
     optimizer = BY_STEP["update_every"]
-    assert len(warnings_of(jstep.TrainStep(scanned(optimizer)), optimizer, caplog, 6, steps_per_call=4)) == 1
+    assert (
+        len(
+            warnings_of(jstep.TrainStep(scanned(optimizer)), optimizer, caplog, 6, steps_per_call=4)
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize("name", NOT_BY_STEP)
@@ -94,21 +106,28 @@ def test_an_average_that_moves_once_a_step_of_a_scan(make, caplog):
     optimizer = NOT_BY_STEP["once a step"]
     for average in (BY_STEP["average"], optimizer):
         (warning,) = warnings_of(MAKERS[make](scanned(average)), average, caplog)
-        assert "per_step=True), if all updates of the step have increment_global_step=False" in warning
+        assert (
+            "per_step=True), if all updates of the step have increment_global_step=False"
+        ) in warning
         assert "jstep.increment_global_step(state, optimizer=optimizer)" in warning
 
     update = jstep.minimize(loss_fn, optimizer, increment_global_step=False, jit=False)
 
     def step(state, x):
         state, metrics = jax.lax.scan(lambda state, _: update(state, x), state, length=4)
-        return jstep.increment_global_step(state, optimizer=optimizer), {"loss": metrics["loss"].mean()}
+        return jstep.increment_global_step(state, optimizer=optimizer), {
+            "loss": metrics["loss"].mean()
+        }
 
     params = []
     hook = jstep.every(1, lambda n, state, metrics: params.append(np.asarray(state.params["w"])))
     assert not warnings_of(MAKERS[make](step), optimizer, caplog, last_step=4, hooks=[hook])
     state = jstep.TrainState.create({"w": jnp.zeros(2), "b": jnp.ones(())}, optimizer)
-    state = jstep.train(MAKERS[make](step), state, lambda n: np.ones(2, np.float32), 4, log_steps=None)
-    np.testing.assert_allclose(jstep.averaged_params(state)["w"], 0.1 * params[3], rtol=1e-6)  # every=4
+    state = jstep.train(
+        MAKERS[make](step), state, lambda n: np.ones(2, np.float32), 4, log_steps=None
+    )
+    # Averaged with every=4.
+    np.testing.assert_allclose(jstep.averaged_params(state)["w"], 0.1 * params[3], rtol=1e-6)
 
 
 def test_one_update_a_step_is_not_warned_of(caplog):
@@ -146,7 +165,10 @@ def test_two_players_of_whom_one_is_updated_once(caplog):
 
 
 def stages(optimizer, first=3, before="w"):
-    return {0: jstep.minimize(loss_fn, optimizer, var_list=before), first: jstep.minimize(loss_fn, optimizer)}
+    return {
+        0: jstep.minimize(loss_fn, optimizer, var_list=before),
+        first: jstep.minimize(loss_fn, optimizer),
+    }
 
 
 AGED = {
@@ -158,7 +180,9 @@ AGED = {
 NOT_AGED = {
     "sgd": jstep.momentum(0.1, 0.9),
     "labels": jstep.partition({"a": jstep.adam(0.1), "a/b": jstep.adam(0.1)}, label),
-    "labels and a wrapper": jstep.lookahead(jstep.partition({"a": jstep.adam(0.1), "a/b": jstep.adam(0.1)}, label), 2),
+    "labels and a wrapper": jstep.lookahead(
+        jstep.partition({"a": jstep.adam(0.1), "a/b": jstep.adam(0.1)}, label), 2
+    ),
 }
 
 
@@ -192,7 +216,9 @@ def test_stages_of_custom_steps_and_the_same_leaves(caplog):
         steps = {0: make(custom("w")), 2: make(custom(None)), 4: make(custom("b"))}
         (warning,) = warnings_of(steps, optimizer, caplog, 6)
         assert "from step 2 on" in warning
-    assert not warnings_of({0: jstep.TrainStep(custom(None)), 2: jstep.TrainStep(custom("b"))}, optimizer, caplog, 4)
+    assert not warnings_of(
+        {0: jstep.TrainStep(custom(None)), 2: jstep.TrainStep(custom("b"))}, optimizer, caplog, 4
+    )
 
 
 def test_a_resumed_run_is_warned_where_the_stage_begins(caplog, tmp_path):
@@ -229,7 +255,9 @@ def replaced(state, params):
 
 
 def in_a_branch(state, params):
-    return jax.lax.cond(state.global_step % 2 == 0, lambda: state.replace(params=params), lambda: state)
+    return jax.lax.cond(
+        state.global_step % 2 == 0, lambda: state.replace(params=params), lambda: state
+    )
 
 
 @pytest.mark.thorough(except_for="each value once")
@@ -248,7 +276,9 @@ def test_with_params_and_parameters_without_copies_are_not_warned_of(caplog):
     for optimizer in COPIES.values():
         step = changing(optimizer, lambda state, params: state.with_params(params))
         assert not warnings_of(jstep.TrainStep(step), optimizer, caplog, 3)
-        kept = changing(optimizer, lambda state, params: state.replace(params=params, slots=state.slots))
+        kept = changing(
+            optimizer, lambda state, params: state.replace(params=params, slots=state.slots)
+        )
         assert not warnings_of(jstep.TrainStep(kept), optimizer, caplog, 3)
         same = changing(optimizer, lambda state, params: state.replace(params=state.params))
         assert not warnings_of(jstep.TrainStep(same), optimizer, caplog, 3)

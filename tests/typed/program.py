@@ -58,13 +58,20 @@ print(float(schedule(3)))
 optimizer = jstep.adamw(schedule, weight_decay=0.1)
 assert_type(optimizer, jstep.Optimizer)
 clipped = jstep.clip_gradients(by_global_norm=1.0)
-assert_type(jstep.chain(clipped, jstep.scale_by_adam(), jstep.scale_by_learning_rate(as_schedule)), jstep.Optimizer)
-averaged = jstep.with_moving_average(jstep.cautious(jstep.muon(1e-2)), jstep.ExponentialMovingAverage(0.99))
+assert_type(
+    jstep.chain(clipped, jstep.scale_by_adam(), jstep.scale_by_learning_rate(as_schedule)),
+    jstep.Optimizer,
+)
+averaged = jstep.with_moving_average(
+    jstep.cautious(jstep.muon(1e-2)), jstep.ExponentialMovingAverage(0.99)
+)
 assert_type(jstep.compact(jstep.scope(averaged, "a")), jstep.Optimizer)
 train_step = jstep.minimize(loss_fn, optimizer)
 assert_type(train_step, jstep.TrainStep)
 assert_type(
-    jstep.minimize(loss_with_aux, optimizer, has_aux=True, metrics=("grad_norm",), rng=jax.random.key(0)),
+    jstep.minimize(
+        loss_with_aux, optimizer, has_aux=True, metrics=("grad_norm",), rng=jax.random.key(0)
+    ),
     jstep.TrainStep,
 )
 pure_step: Callable[..., Any] = jstep.minimize(loss_fn, optimizer, jit=False)
@@ -74,7 +81,9 @@ print(train_step.donate)
 
 
 @jstep.TrainStep
-def custom(state: jstep.TrainState[Params], batch: Batch) -> tuple[jstep.TrainState[Params], dict[str, jax.Array]]:
+def custom(
+    state: jstep.TrainState[Params], batch: Batch
+) -> tuple[jstep.TrainState[Params], dict[str, jax.Array]]:
     """Run one step of a user's own."""
     value, grads = jstep.compute_gradients(loss_fn)(state.params, batch)
     return jstep.apply_gradients(state, grads, optimizer), {"loss": value}
@@ -84,7 +93,9 @@ assert_type(custom, jstep.TrainStep)
 assert_type(jstep.scan_steps(train_step), jstep.TrainStep)
 
 
-def pure(state: jstep.TrainState[Params], batch: Batch) -> tuple[jstep.TrainState[Params], dict[str, jax.Array]]:
+def pure(
+    state: jstep.TrainState[Params], batch: Batch
+) -> tuple[jstep.TrainState[Params], dict[str, jax.Array]]:
     """Run one step that is not compiled."""
     return custom(state, batch)
 
@@ -178,19 +189,32 @@ def on_row(step: int, values: dict[str, float]) -> None:
 
 evaluate = jstep.evaluator(metric_fn, [data[0]])
 assert_type(evaluate(state), dict[str, float])
-evaluation = jstep.EvaluationHook(evaluate, every_n_steps=10, callbacks=[jstep.EarlyStopping("loss", patience=3)])
+evaluation = jstep.EvaluationHook(
+    evaluate, every_n_steps=10, callbacks=[jstep.EarlyStopping("loss", patience=3)]
+)
 every = jstep.every(10, lambda step, state, metrics: print(step, float(metrics["loss"])))
 state = jstep.train(
     train_step,
     state,
     data,
     100,
-    hooks=[evaluation, jstep.MetricsHook(on_row), every, jstep.NanLossHook(), Counter(), Printer(every_n_steps=3)],
+    hooks=[
+        evaluation,
+        jstep.MetricsHook(on_row),
+        every,
+        jstep.NanLossHook(),
+        Counter(),
+        Printer(every_n_steps=3),
+    ],
     checkpoint_dir="run",
 )
 assert_type(state, jstep.TrainState[Params])
-state = jstep.train({0: train_step, 50: custom}, state, generator(), last_step=100, steps_per_call="auto")
-assert_type(jstep.train(train_step, state, lambda step: data[step], None, stop_secs=3).params, Params)
+state = jstep.train(
+    {0: train_step, 50: custom}, state, generator(), last_step=100, steps_per_call="auto"
+)
+assert_type(
+    jstep.train(train_step, state, lambda step: data[step], None, stop_secs=3).params, Params
+)
 
 with jstep.Run(train_step, state, data, last_step=100, hooks=[evaluation]) as run:
     assert_type(run, jstep.Run[Params])

@@ -1,4 +1,5 @@
-"""What type checkers see of a user's program: `program.py` asserts types, and marks the lines that are errors."""
+"""What type checkers see of a user's program: `program.py` asserts types, and marks the lines that
+are errors."""
 
 import json
 import pathlib
@@ -10,17 +11,24 @@ import sys
 import pytest
 
 PROGRAM = pathlib.Path(__file__).with_name("program.py")
-MARKED = {number for number, line in enumerate(PROGRAM.read_text().splitlines(), 1) if line.endswith("# E")}
+MARKED = {
+    number
+    for number, line in enumerate(PROGRAM.read_text().splitlines(), 1)
+    if line.endswith("# E")
+}
 
 
 CACHE = PROGRAM.parents[2] / ".mypy_cache"
-"""Without a cache, most of the time goes to the types of JAX. Each set of options needs a cache of its own."""
+"""Without a cache, most of the time goes to the types of JAX. Each set of options needs a cache of
+its own."""
 
 
 def lines_of_mypy(strict, tmp_path):
     cache = f"--cache-dir={CACHE / ('strict' if strict else 'basic')}"
     command = [sys.executable, "-m", "mypy", "--config-file=", cache, *["--strict"][: bool(strict)]]
-    output = subprocess.run([*command, str(PROGRAM)], capture_output=True, text=True, timeout=500).stdout
+    output = subprocess.run(
+        [*command, str(PROGRAM)], capture_output=True, text=True, timeout=500
+    ).stdout
     return {int(line) for line in re.findall(r"program\.py:(\d+): error", output)}, output
 
 
@@ -30,7 +38,10 @@ def lines_of_pyright(strict, tmp_path):
     config = tmp_path / "pyrightconfig.json"
     shutil.copy(PROGRAM, tmp_path)
     config.write_text(json.dumps(mode | {"extraPaths": [str(PROGRAM.parents[2])]}))
-    command = [sys.executable, "-m", "pyright", "--outputjson", "-p", str(config), "--pythonpath", sys.executable]
+    command = [
+        sys.executable, "-m", "pyright", "--outputjson", "-p", str(config), "--pythonpath",
+        sys.executable,
+    ]  # fmt: skip
     output = subprocess.run(command, capture_output=True, text=True, timeout=500).stdout
     found = json.loads(output)
     assert found["summary"]["filesAnalyzed"] == 1, output
@@ -60,13 +71,27 @@ def test_few_functions_return_any(tmp_path):
     program.write_text(
         "import inspect, jstep\n"
         "names = [name for name in jstep.__all__ if inspect.isfunction(getattr(jstep, name))]\n"
-        "open('revealed.py', 'w').write('import jstep\\n' + ''.join(f'reveal_type(jstep.{one})\\n' for one in names))\n"
+        "open('revealed.py', 'w').write('import jstep\\n' + "
+        "''.join(f'reveal_type(jstep.{one})\\n' for one in names))\n"
     )
     subprocess.run([sys.executable, str(program)], cwd=tmp_path, check=True, timeout=200)
-    command = [sys.executable, "-m", "mypy", "--config-file=", f"--cache-dir={CACHE / 'basic'}", "revealed.py"]
-    output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500).stdout
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file=",
+        f"--cache-dir={CACHE / 'basic'}",
+        "revealed.py",
+    ]
+    output = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=500
+    ).stdout
     names = re.findall(r"jstep\.(\w+)", (tmp_path / "revealed.py").read_text())
     revealed = re.findall(r'Revealed type is "(.*)"', output)
     assert len(revealed) == len(names) > 100, output
-    any_of = {name for name, one in zip(names, revealed, strict=True) if one == "Any" or re.search(r"-> Any\W*$", one)}
+    any_of = {
+        name
+        for name, one in zip(names, revealed, strict=True)
+        if one == "Any" or re.search(r"-> Any\W*$", one)
+    }
     assert any_of == set(ANY)

@@ -1,4 +1,5 @@
-"""A restart notices that it reads another batch than the one that was read before, and says so once."""
+"""A restart notices that it reads another batch than the one that was read before, and says so
+once."""
 
 import json
 import logging
@@ -15,7 +16,9 @@ from jstep.watching.batch_watch import BatchWatch
 
 DATA = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
 OPTIMIZER = jstep.gradient_descent(0.1)
-STEP = jstep.minimize(lambda params, x: jnp.mean((params["w"][None] - x.reshape(-1, 4)) ** 2), OPTIMIZER)
+STEP = jstep.minimize(
+    lambda params, x: jnp.mean((params["w"][None] - x.reshape(-1, 4)) ** 2), OPTIMIZER
+)
 
 
 class Loader:
@@ -34,7 +37,10 @@ class Loader:
         return self.buffer
 
     def get_state(self):
-        return {"count": self.count, **({"rng": self.rng.bit_generator.state} if self.is_whole else {})}
+        return {
+            "count": self.count,
+            **({"rng": self.rng.bit_generator.state} if self.is_whole else {}),
+        }
 
     def set_state(self, state):
         self.count = state["count"]
@@ -55,7 +61,9 @@ def lose(where, step):
 
 def said(caplog):
     found = [
-        (record.levelname, record.getMessage()) for record in caplog.records if "read before" in record.getMessage()
+        (record.levelname, record.getMessage())
+        for record in caplog.records
+        if "read before" in record.getMessage()
     ]
     caplog.clear()
     return found
@@ -73,19 +81,26 @@ def informed(caplog):
 
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_the_state_of_a_loader_lacks_its_generator(is_whole, steps_per_call, tmp_path, caplog, capsys):
+def test_the_state_of_a_loader_lacks_its_generator(
+    is_whole, steps_per_call, tmp_path, caplog, capsys
+):
     train(tmp_path, Loader(is_whole=is_whole), 8)
     lose(tmp_path, 8)
     train(tmp_path, Loader(is_whole=is_whole), 8, steps_per_call=steps_per_call)
     assert said(caplog) == ([] if is_whole else warning(4))
     for command in (["diff", str(tmp_path)], ["runs", str(tmp_path), "--starts"]):
         assert main(command) == 0
-        assert ("batch 4 does not match the one read before the restart" in capsys.readouterr().out) != is_whole
-    assert ("batch 4 does not match the one read before the restart" in jstep.report(tmp_path).html) != is_whole
+        assert (
+            "batch 4 does not match the one read before the restart" in capsys.readouterr().out
+        ) != is_whole
+    assert (
+        "batch 4 does not match the one read before the restart" in jstep.report(tmp_path).html
+    ) != is_whole
 
 
 def starts(where, capsys):
-    """The texts of the starts of a run, and of each whether its first batch is the one that was read before."""
+    """The texts of the starts of a run, and of each whether its first batch is the one that was
+    read before."""
     assert main(["diff", str(where)]) == 0
     text = capsys.readouterr().out
     assert main(["diff", str(where), "--json"]) == 0
@@ -124,7 +139,9 @@ def test_records_without_that_field_do_not_say_it(tmp_path, capsys):
 def test_the_newest_twenty_are_kept(tmp_path, monkeypatch):
     watches = []
     make = BatchWatch.__init__
-    monkeypatch.setattr(BatchWatch, "__init__", lambda watch, run: watches.append(watch) or make(watch, run))
+    monkeypatch.setattr(
+        BatchWatch, "__init__", lambda watch, run: watches.append(watch) or make(watch, run)
+    )
     train(tmp_path, Loader(), 26, save_checkpoint_steps=1)
     kept = list(read_starts(str(tmp_path))["model"][0]["batches"])
     assert kept == list(watches[0]._hashes) == [str(step) for step in range(6, 26)]
@@ -166,7 +183,10 @@ def test_a_branch_may_read_other_data(tmp_path, caplog):
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_a_body_that_makes_its_batches(is_kept, tmp_path, caplog):
     def play(last_step):
-        rng, state = np.random.default_rng(0), jstep.TrainState.create({"w": jnp.zeros(4)}, OPTIMIZER)
+        rng, state = (
+            np.random.default_rng(0),
+            jstep.TrainState.create({"w": jnp.zeros(4)}, OPTIMIZER),
+        )
         batches = jstep.from_loop(**({"rng": rng} if is_kept else {}))
         options = {"save_checkpoint_steps": 4, "progress": False, "log_steps": None}
         with jstep.Run(STEP, state, batches, last_step, checkpoint_dir=tmp_path, **options) as run:
@@ -180,7 +200,8 @@ def test_a_body_that_makes_its_batches(is_kept, tmp_path, caplog):
 
 
 def test_a_step_of_an_earlier_start_that_is_run_again_counts(tmp_path, caplog):
-    """The hashes are those of the start that saved the checkpoint, and of those that resumed from it."""
+    """The hashes are those of the start that saved the checkpoint, and of those that resumed from
+    it."""
     train(tmp_path, Loader(), 12)
     for step in (8, 12):
         lose(tmp_path, step)

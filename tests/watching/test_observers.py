@@ -1,4 +1,5 @@
-"""What watches a run can be deleted, a file and the line that names it, and all else of the run stays."""
+"""What watches a run can be deleted, a file and the line that names it, and all else of the run
+stays."""
 
 import json
 import pathlib
@@ -13,7 +14,8 @@ from jstep.watching.observers import OBSERVERS
 
 PACKAGE = pathlib.Path(jstep.__file__).parent
 OF = {
-    "watching/recorder": {"record", "goodput", "batches"},  # goodput reads the record, which has the hashes of batches
+    # Goodput reads the record, which has the hashes of batches.
+    "watching/recorder": {"record", "goodput", "batches"},
     "watching/process_recorder": set(),  # other processes than the first have it
     "watching/batch_watch": {"batches"},
     "watching/stall_watch": {"stalls"},
@@ -52,11 +54,12 @@ with contextlib.suppress(FileNotFoundError):
 with contextlib.suppress(AttributeError, FileNotFoundError):
     seen.update(["goodput"] * (jstep.goodput(run).steps == 6))
 print(json.dumps(sorted(seen)))
-"""
+"""  # noqa: E501
 
 
 def without(files, directory):
-    """Copy the package without files, the lines that import from them, and those that name the observers."""
+    """Copy the package without files, the lines that import from them, and those that name the
+    observers."""
     shutil.copytree(PACKAGE, directory / "jstep", ignore=shutil.ignore_patterns("__pycache__"))
     for file in files:
         module = f"jstep.{file.replace('/', '.')}"
@@ -66,8 +69,12 @@ def without(files, directory):
             lines = path.read_text().splitlines(keepends=True)
             observers = [one.__name__ for one in OBSERVERS if one.__module__ in (module, "jstep")]
             listed = f"    {module.removeprefix('jstep.')}: "  # in the list of public names
-            imports = [line for line in lines if line.startswith((f"from {module} import ", listed))]
-            own = [one for one in observers if any(re.search(rf"\b{one}\b", line) for line in imports)]
+            imports = [
+                line for line in lines if line.startswith((f"from {module} import ", listed))
+            ]
+            own = [
+                one for one in observers if any(re.search(rf"\b{one}\b", line) for line in imports)
+            ]
             gone = {*imports, *(f"    {one},\n" for one in own)}
             path.write_text("".join(line for line in lines if line not in gone))
     return directory
@@ -79,7 +86,9 @@ def features(directory):
     return set(json.loads(out.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("gone", [(), *[(file,) for file in OF]], ids=lambda gone: "".join(gone) or "nothing")
+@pytest.mark.parametrize(
+    "gone", [(), *[(file,) for file in OF]], ids=lambda gone: "".join(gone) or "nothing"
+)
 @pytest.mark.thorough
 def test_what_is_gone_without_one_file(gone, tmp_path):
     every = set().union(*OF.values())

@@ -44,7 +44,8 @@ def test_products_of_ragged_dot_and_of_kernels():
         return jnp.sum(jax.lax.ragged_dot(a, b, jnp.array([24, 8], jnp.int32)))
 
     found = products(jax.grad(fn, (0, 1)), shape(32, 4), shape(2, 4, 8))
-    assert found == {Product("float32", "DEFAULT"): 3 * 2 * 32 * 4 * 8}  # the forward pass and two gradients
+    # Of the forward pass and two gradients.
+    assert found == {Product("float32", "DEFAULT"): 3 * 2 * 32 * 4 * 8}
 
     def kernel(a, estimate):
         out = jax.ShapeDtypeStruct((8, 128), jnp.float32)
@@ -98,12 +99,16 @@ def test_times_of_several_formats_add_up():
     both = of("bfloat16", flops=312.0) | of("float32", flops=156.0)
     assert peak_rate(A100, both) == pytest.approx(468e12 / 2)
     assert peak_rate(A100, {}) is None
-    assert peak_rate(A100, of("int32", flops=1.0) | of("bfloat16", flops=999.0)) == pytest.approx(312e12)
+    rate = peak_rate(A100, of("int32", flops=1.0) | of("bfloat16", flops=999.0))
+    assert rate == pytest.approx(312e12)
     assert peak_rate(A100, of("int32", flops=1.0) | of("bfloat16", flops=9.0)) is None
 
 
 def test_every_compilable_device_has_a_peak():
-    for one in (*(tpu.device_kind for tpu in TPUS.values()), *(gpu.description for gpu in GPUS.values())):
+    for one in (
+        *(tpu.device_kind for tpu in TPUS.values()),
+        *(gpu.description for gpu in GPUS.values()),
+    ):
         assert one in PEAKS
         assert peak_rate(one, of("bfloat16")) > 2e13
     assert "cpu" not in PEAKS
@@ -127,8 +132,12 @@ def looped(length, unroll):
 def test_work_of_an_operation_and_of_loops():
     assert work(jnp.negative, X) == Work(12, 12, MOVED, MOVED)
     for length, unroll, once in ((7, 1, 1), (7, 3, 4), (6, 3, 3), (2, 5, 2), (3, 3, 3)):
-        assert work(looped(length, unroll), X) == Work(12 * once, 12 * length, MOVED * once, MOVED * length)
-    assert work(lambda x: looped(3, 1)(jax.jit(looped(2, 1))(x)), X) == Work(24, 60, 2 * MOVED, 5 * MOVED)
+        assert work(looped(length, unroll), X) == Work(
+            12 * once, 12 * length, MOVED * once, MOVED * length
+        )
+    assert work(lambda x: looped(3, 1)(jax.jit(looped(2, 1))(x)), X) == Work(
+        24, 60, 2 * MOVED, 5 * MOVED
+    )
 
 
 def test_work_of_a_condition_is_that_of_its_larger_branch():
@@ -139,5 +148,7 @@ def test_work_of_a_condition_is_that_of_its_larger_branch():
 def test_loops_of_unknown_length_are_counted_once():
     found = work(lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 3, jnp.negative, x), X)
     assert (found.flops_once, found.flops, found.unknown) == (13, 13, 1)
-    twice = work(lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 3, lambda c: looped(2, 1)(c) - 1, x), X)
+    twice = work(
+        lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 3, lambda c: looped(2, 1)(c) - 1, x), X
+    )
     assert (twice.flops, twice.unknown) == (37, 1)

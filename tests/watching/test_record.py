@@ -27,7 +27,9 @@ optimizer, train_step = mean(0.1)
 def train(where, last_step, batches=None, **options):
     state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
     batches = [np.ones(3, np.float32)] * 20 if batches is None else batches
-    return jstep.train(train_step, state, batches, last_step, checkpoint_dir=where, progress=False, **options)
+    return jstep.train(
+        train_step, state, batches, last_step, checkpoint_dir=where, progress=False, **options
+    )
 
 
 def record(where, prefix="model"):
@@ -38,13 +40,34 @@ def test_a_start_says_what_it_was_and_did(tmp_path):
     hook = jstep.EvaluationHook(lambda state: {"accuracy": 0.5}, every_n_steps=4, callbacks=[
         jstep.KeepBest(tmp_path / "best", "accuracy", mode="max")
     ])  # fmt: skip
-    train(tmp_path, 8, config={"lr": 0.1}, hooks=[hook], save_checkpoint_steps=4, logdir=tmp_path / "logs")
+    train(
+        tmp_path,
+        8,
+        config={"lr": 0.1},
+        hooks=[hook],
+        save_checkpoint_steps=4,
+        logdir=tmp_path / "logs",
+    )
     (start,) = record(tmp_path)
-    assert (start["prefix"], start["number"], start["step"], start["examples"]) == ("model", 1, [0, 8], 24)
+    assert (start["prefix"], start["number"], start["step"], start["examples"]) == (
+        "model",
+        1,
+        [0, 8],
+        24,
+    )
     assert (start["process"], start["directory"]) == (this_process(), str(tmp_path))
-    assert (start["logdir"], start["last_step"], start["config"]) == (str(tmp_path / "logs"), 8, {"lr": 0.1})
+    assert (start["logdir"], start["last_step"], start["config"]) == (
+        str(tmp_path / "logs"),
+        8,
+        {"lr": 0.1},
+    )
     assert (start["devices"], start["parameters"], start["end"]) == ("1×cpu", 3, ["finished", ""])
-    assert (start["parent"], start["copied"], start["stalls"], start["exception"]) == (None, False, [], None)
+    assert (start["parent"], start["copied"], start["stalls"], start["exception"]) == (
+        None,
+        False,
+        [],
+        None,
+    )
     assert start["values"]["eval/accuracy"] == 0.5
     assert start["values"]["learning_rate"] == pytest.approx(0.1)
     assert [best[:2] for best in start["best"].values()] == [[0.5, 4]]
@@ -127,7 +150,9 @@ def test_it_is_replaced_every_second_and_before_a_checkpoint(tmp_path, monkeypat
     assert flushed[-1][0]
 
 
-def test_one_failure_in_the_thread_that_writes_does_not_end_the_record(tmp_path, monkeypatch, caplog):
+def test_one_failure_in_the_thread_that_writes_does_not_end_the_record(
+    tmp_path, monkeypatch, caplog
+):
     calls = []
 
     def failing(self):
@@ -163,7 +188,7 @@ def batch(at):
     return np.ones(3, np.float32)
 
 jstep.train(step, state, batch, 9, checkpoint_dir=sys.argv[1], save_checkpoint_steps=3, progress=False)
-"""
+"""  # noqa: E501
 
 
 def test_a_killed_start_has_all_but_its_last_second_and_gets_its_end_from_the_next(tmp_path):
@@ -179,7 +204,8 @@ def test_a_killed_start_has_all_but_its_last_second_and_gets_its_end_from_the_ne
 
 
 def test_the_temporary_files_of_a_killed_start_go_at_the_next(tmp_path):
-    dead = processes.run_program("from jstep.stores.owners import new_token; print(new_token())")[1].split()[-1]
+    program = "from jstep.stores.owners import new_token; print(new_token())"
+    dead = processes.run_program(program)[1].split()[-1]
     (tmp_path / "starts").mkdir()
     for name in (f".model.000001.json.{dead}.tmp", f".model.000001.card.json.{dead}.tmp"):
         (tmp_path / "starts" / name).write_text("{")
@@ -209,7 +235,9 @@ def test_a_full_disk_is_one_warning_and_ends_no_run(what, tmp_path, monkeypatch,
     monkeypatch.setattr(starts, what, raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     train(tmp_path, 4, save_checkpoint_steps=2)
     assert jstep.Saver(tmp_path).all_steps() == [2, 4]
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
+    assert [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ] == [
         f"{tmp_path}: the record of this run cannot be written: [Errno 28] No space left on device"
     ]
 
@@ -227,7 +255,11 @@ def test_a_directory_that_is_renamed_while_the_run_goes_on_is_not_made_again(tmp
     assert f"{tmp_path}/a/starts was moved or deleted" in caplog.text
     train(tmp_path / "b", 20, lambda step: np.ones(3, np.float32))
     first, second = record(tmp_path / "b")
-    assert (first["run"], first["copied"]) == (second["run"], second["copied"]) == (first["run"], False)
+    assert (
+        (first["run"], first["copied"])
+        == (second["run"], second["copied"])
+        == (first["run"], False)
+    )
 
 
 def test_an_error_of_the_setup_ends_no_run(tmp_path, monkeypatch, caplog):
@@ -255,7 +287,10 @@ def test_a_run_of_which_a_hook_cannot_close_has_failed(tmp_path):
     with pytest.raises(OSError, match="the results"):
         train(tmp_path, 4, hooks=[Closes()])
     (start,) = record(tmp_path)
-    assert (start["end"], start["exception"]) == (["failed", "OSError: the results cannot be written"], "OSError")
+    assert (start["end"], start["exception"]) == (
+        ["failed", "OSError: the results cannot be written"],
+        "OSError",
+    )
     assert (start["step"], start["problem"]) == ([0, 4], "")
 
 
@@ -274,7 +309,7 @@ optimizer = jstep.gradient_descent(0.1)
 step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
 state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
 jstep.train(step, state, lambda at: np.ones(3, np.float32), 3, checkpoint_dir=sys.argv[1], progress=False)
-"""
+"""  # noqa: E501
 
 
 def test_a_signal_while_the_record_closes_is_143_and_the_run_is_finished(tmp_path):
@@ -295,7 +330,9 @@ def test_a_secret_is_nowhere(tmp_path, monkeypatch, caplog):
         with pytest.raises(OSError, match="is down"):
             train(tmp_path, 6, batches=raising(refused))
     caplog.clear()
-    assert record(tmp_path)[-1]["end"][1] == "OSError: postgres://host/db is down, token=(not recorded)"
+    assert record(tmp_path)[-1]["end"][1] == (
+        "OSError: postgres://host/db is down, token=(not recorded)"
+    )
     paths = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(paths) > 5
     assert not [path for path in paths if secret.encode() in path.read_bytes()]

@@ -1,4 +1,5 @@
-"""A run of 16-bit parameters says that small updates are lost, once, unless the optimizer keeps them."""
+"""A run of 16-bit parameters says that small updates are lost, once, unless the optimizer keeps
+them."""
 
 import logging
 
@@ -15,7 +16,9 @@ def loss_fn(params, x):
     return jnp.sum((params["w"].astype(jnp.float32) - x) ** 2) + jnp.sum(params["b"] ** 2)
 
 
-def lines_of(optimizer, caplog, *, w=jnp.bfloat16, b=jnp.float32, step=None, last_step=4, **options):
+def lines_of(
+    optimizer, caplog, *, w=jnp.bfloat16, b=jnp.float32, step=None, last_step=4, **options
+):
     params = {"w": jnp.ones(4, w), "b": jnp.ones(2, b)}
     state = jstep.TrainState.create(params, optimizer)
     step = jstep.minimize(loss_fn, optimizer) if step is None else step

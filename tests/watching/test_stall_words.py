@@ -1,4 +1,5 @@
-"""What the watch for stalls says of each wait, of other processes, and in which order it ends a process."""
+"""What the watch for stalls says of each wait, of other processes, and in which order it ends a
+process."""
 
 import threading
 import types
@@ -22,15 +23,22 @@ from jstep.watching.stall_watch import StallWatch, Wait
 def run_of(*, loop: Any = None, dispatch: Any = None, **more: Any) -> Any:
     """A run at step 5 of one that began at step 2, in a call of the steps 5 and 6."""
     loop = loop or {}
-    course = {"first": 2, "status": "between", "activity": Activity.CALLING, "restoring": None, "has_first": True}
+    course = {
+        "first": 2,
+        "status": "between",
+        "activity": Activity.CALLING,
+        "restoring": None,
+        "has_first": True,
+    }
     step = loop.get("step", 5)
     components = types.SimpleNamespace(
-        feeder=types.SimpleNamespace(steps=2, received_at=3), batches=types.SimpleNamespace(count=4),
-        dispatch=dispatch or dispatch_of(),
+        feeder=types.SimpleNamespace(steps=2, received_at=3),
+        batches=types.SimpleNamespace(count=4), dispatch=dispatch or dispatch_of(),
     )  # fmt: skip
     fields = {
-        "is_open": True, "components": components, "step": step, "is_over": loop.get("is_over", False), "saver": None,
-        "shared": {}, "options": types.SimpleNamespace(directory="runs", checkpoint_prefix="model"),
+        "is_open": True, "components": components, "step": step,
+        "is_over": loop.get("is_over", False), "saver": None, "shared": {},
+        "options": types.SimpleNamespace(directory="runs", checkpoint_prefix="model"),
         "course": types.SimpleNamespace(**course | loop, has_trained=step > 2),
         "watch": types.SimpleNamespace(current=STEPPING, lasted={SAVING: [], WAITING: []}),
         "in_flight": InFlight(),
@@ -43,7 +51,9 @@ def dispatch_of(*, unfinished: float = 0) -> Any:
     return types.SimpleNamespace(compiler=types.SimpleNamespace(counts=record))
 
 
-def watch_of(run: Any, *, warn: float = 2.0, process: int = 0, count: int = 3, **more: Any) -> StallWatch:
+def watch_of(
+    run: Any, *, warn: float = 2.0, process: int = 0, count: int = 3, **more: Any
+) -> StallWatch:
     """A watch of a stand-in for a run, without a thread."""
     watch = object.__new__(StallWatch)
     files = types.SimpleNamespace(
@@ -124,11 +134,15 @@ def test_what_processes_agree_on(what: str, topic: str, monkeypatch: pytest.Monk
         *(stalls.AGREEMENT, stalls.AGREEMENT),
         f"waiting for other processes to agree on {topic}",
     )
-    monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: (AGREEING, AGREEING_ON_SHAPES))
+    monkeypatch.setattr(
+        stalls.threads, "activities_of", lambda ident: (AGREEING, AGREEING_ON_SHAPES)
+    )
     assert watch_of(waits()[what])._now().what.endswith("agree on the new shapes of batch 5")
 
 
-def other(process: int, what: str = "waiting for batch 7", kind: str = "batch", **more: Any) -> dict[str, Any]:
+def other(
+    process: int, what: str = "waiting for batch 7", kind: str = "batch", **more: Any
+) -> dict[str, Any]:
     return {"process": process, "host": f"h{process}", "what": what, "kind": kind, **more}
 
 
@@ -141,17 +155,25 @@ def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     files: Any = watch._files
     files.others = [*in_calls, *agreeing, other(5)]
     assert list(watch._elsewhere()) == [
-        *("2 others are in steps 1 to 4", f"2 others are {agree}", "process 5 (host h5) is waiting for batch 7")
+        *(
+            "2 others are in steps 1 to 4",
+            f"2 others are {agree}",
+            "process 5 (host h5) is waiting for batch 7",
+        )
     ]
     files.is_reported_elsewhere = True  # by the process before this one
     assert list(watch._elsewhere()) == []
     files.is_reported_elsewhere = False
     files.others = [in_calls[0], agreeing[0]]  # one of each is named
-    assert list(watch._elsewhere()) == ["process 1 (host h1) is in steps 1 to 4", f"process 3 (host h3) is {agree}"]
+    assert list(watch._elsewhere()) == [
+        "process 1 (host h1) is in steps 1 to 4",
+        f"process 3 (host h3) is {agree}",
+    ]
     files.others = [other(i, f"waiting for batch {i}") for i in range(1, 11)]  # eight at most
     assert len(list(watch._elsewhere())) == 8
     same = [other(i, "in step 4", stalls.CALL, steps=[4, 4]) for i in (1, 2)]
-    files.others, files.shown = same, 7.5  # 2.5 periods ago, so that the others have had time to answer
+    # Shown 2.5 periods ago, so that the others have had time to answer.
+    files.others, files.shown = same, 7.5
     silent = "no sign of life from processes 3, 4, 5, 6"
     assert list(watch._elsewhere()) == ["2 others are in step 4", silent]
     files.others = [*same, *(other(i, f"saving step {i}") for i in (3, 4, 5))]
@@ -164,14 +186,17 @@ def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Gone(types.SimpleNamespace):
-    """Files of a process whose own one is removed by the thread that writes it, right after it was asked for."""
+    """Files of a process whose own one is removed by the thread that writes it, right after it was
+    asked for."""
 
     @property
     def shown(self) -> float | None:
         return self.times.pop(0) if self.times else None
 
 
-def test_the_file_of_a_process_may_go_while_its_line_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_of_a_process_may_go_while_its_line_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(stalls.time, "monotonic", lambda: 10.0)
     files = Gone(others=[other(1)], is_reported_elsewhere=False, period=1.0, times=[1.0])
     watch = watch_of(run_of(), _files=files)
@@ -181,7 +206,10 @@ def test_the_file_of_a_process_may_go_while_its_line_is_written(monkeypatch: pyt
 
 
 def test_durations_are_those_of_saves_of_evaluations_and_of_each_method() -> None:
-    hooks: list[Any] = [jstep.StallHook(), *(types.new_class("Own", (RunHook,))() for _ in range(2))]
+    hooks: list[Any] = [
+        jstep.StallHook(),
+        *(types.new_class("Own", (RunHook,))() for _ in range(2)),
+    ]
     hooks[1]._phase, hooks[2]._phase = EVALUATING, SAVING
     keys = [timing_key(HookCall(hook, "after_step")) for hook in hooks]
     assert keys == [(id(hooks[0]), "after_step"), (id(hooks[1]), EVALUATING), SAVING]
@@ -209,11 +237,14 @@ def looked(
     shared: bool = False,
     **more: Any,
 ) -> list[Any]:
-    """What a watch says, and what it exchanges, at looks a second apart while the loop waits for one batch."""
+    """What a watch says, and what it exchanges, at looks a second apart while the loop waits for
+    one batch."""
     watch = watch_of(run_of(), count=2 if shared else 1, **more)
     exchanged: list[Any] = []
     files: Any = watch._files
-    files.exchange = lambda fields, read, immediately=False: exchanged.append((fields and fields(), read, immediately))
+    files.exchange = lambda fields, read, immediately=False: exchanged.append(
+        (fields and fields(), read, immediately)
+    )
     stand_ins = {
         "_now": lambda: Wait("batch", "waiting for batch 6", "key"),
         "_line": lambda wait: f"line at {wait.age:g}",
@@ -230,7 +261,10 @@ def looked(
 
 
 def test_a_process_that_waits_for_long_reads_whether_others_wait_for_it() -> None:
-    watch, exchanged = watch_of(run_of(), _now=lambda: Wait("batch", "waiting for batch 6")), list[Any]()
+    watch, exchanged = (
+        watch_of(run_of(), _now=lambda: Wait("batch", "waiting for batch 6")),
+        list[Any](),
+    )
     files: Any = watch._files
     files.others = [other(1, stall=True)]
     files.exchange = lambda fields, read: exchanged.append((fields is not None, read))
@@ -242,7 +276,9 @@ def test_a_process_that_waits_for_long_reads_whether_others_wait_for_it() -> Non
     assert exchanged == [(False, False)] * 3 + [(True, True), (False, False)]
 
 
-def test_a_line_is_written_at_twice_the_age_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_written_at_twice_the_age_of_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     says: list[str] = []
     monkeypatch.setattr(stalls, "log_in_time", says.append)
     monkeypatch.setattr(StallWatch, "_is_stall", lambda self, wait: wait.age > 2)
@@ -250,7 +286,8 @@ def test_a_line_is_written_at_twice_the_age_of_the_last_one(monkeypatch: pytest.
     quiet, due = [(None, False, False)] * 3, {3, 6, 12}
 
     def lines() -> list[str]:
-        """What was said beside the record, which is written as long as it lasts, in case the process is killed."""
+        """What was said beside the record, which is written as long as it lasts, in case the
+        process is killed."""
         assert says[-1].removeprefix("recorded after ") == says[-2].split()[-2]
         shown = [text for text in says if not text.startswith("recorded")]
         says.clear()
@@ -283,9 +320,13 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(threads, "done_in_time", lambda fn, seconds, name: bool(fn() or seconds))
     monkeypatch.setattr(stopping, "done_in_time", lambda fn, seconds, name: bool(fn() or seconds))
     monkeypatch.setattr(
-        stalls.faulthandler, "dump_traceback", lambda file, all_threads: found.append(f"dump {file} {all_threads}")
+        stalls.faulthandler,
+        "dump_traceback",
+        lambda file, all_threads: found.append(f"dump {file} {all_threads}"),
     )
-    monkeypatch.setattr(stopping, "print", lambda end, flush: found.append(f"flush {flush}"), raising=False)
+    monkeypatch.setattr(
+        stopping, "print", lambda end, flush: found.append(f"flush {flush}"), raising=False
+    )
     monkeypatch.setattr(stopping.logging, "shutdown", lambda: found.append("shutdown"))
     monkeypatch.setattr(stopping.os, "_exit", leave)
     monkeypatch.setattr(stopping.time, "sleep", lambda secs: found.append(f"sleep {secs}"))
@@ -312,7 +353,11 @@ def ended(watch: StallWatch, wait: Wait, said: list[str]) -> list[str]:
     watch.run.shared[StartFile] = Recorded(said)
     with pytest.raises(LeftError):
         watch._exit(wait)
-    assert (written[0]["exit_code"], written[0]["stall"], written[0]["what"]) == (75, True, wait.what)
+    assert (written[0]["exit_code"], written[0]["stall"], written[0]["what"]) == (
+        75,
+        True,
+        wait.what,
+    )
     return said
 
 
@@ -337,7 +382,9 @@ def test_a_process_ends_after_it_has_said_why_and_saved(said: list[str]) -> None
         ("batch", {"loop": {"step": 3}}, True),
     ],
 )
-def test_only_what_hangs_in_a_loader_is_saved(kind: str, more: Any, is_saved: bool, said: list[str]) -> None:
+def test_only_what_hangs_in_a_loader_is_saved(
+    kind: str, more: Any, is_saved: bool, said: list[str]
+) -> None:
     run = run_of(**{"saver": object(), **more})
     done = ended(watch_of(run, count=1), Wait(kind, "hanging", age=61.0), said)
     assert any("is saved" in line for line in done) is is_saved
@@ -348,16 +395,24 @@ def test_a_save_may_last_as_long_as_those_before(
     saves: list[float], limit: float, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits: list[float] = []
-    monkeypatch.setattr(stopping, "done_in_time", lambda fn, secs, name: limits.append(secs) or bool(fn() or secs))
+    monkeypatch.setattr(
+        stopping, "done_in_time", lambda fn, secs, name: limits.append(secs) or bool(fn() or secs)
+    )
     run = run_of(saver=object())
     run.watch.lasted[SAVING] = saves
     ended(watch_of(run, count=1), Wait("batch", "waiting for batch 6", age=61.0), said)
     assert [each for each in limits if each != 5.0] == [limit]
 
 
-@pytest.mark.parametrize(("process", "warn", "secs"), [(0, 2.0, 4.0), (1, 2.0, 2.0), (1, 0.5, 1.5), (0, 60.0, 10.0)])
+@pytest.mark.parametrize(
+    ("process", "warn", "secs"), [(0, 2.0, 4.0), (1, 2.0, 2.0), (1, 0.5, 1.5), (0, 60.0, 10.0)]
+)
 def test_several_processes_save_nothing_and_leave_process_0_last(
     process: int, warn: float, secs: float, said: list[str]
 ) -> None:
     watch = watch_of(run_of(saver=object()), process=process, warn=warn)
-    assert ended(watch, Wait("batch", "hanging", age=61.0), said)[-3:] == ["shutdown", f"sleep {secs}", "exit 75"]
+    assert ended(watch, Wait("batch", "hanging", age=61.0), said)[-3:] == [
+        "shutdown",
+        f"sleep {secs}",
+        "exit 75",
+    ]

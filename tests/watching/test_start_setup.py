@@ -24,7 +24,14 @@ def loss(params, x):
 
 
 def setup_of(
-    *, step=None, batch_size=8, loss_fn=loss, later=False, place=lambda state: state, is_recorded=True, **options
+    *,
+    step=None,
+    batch_size=8,
+    loss_fn=loss,
+    later=False,
+    place=lambda state: state,
+    is_recorded=True,
+    **options,
 ):
     optimizer = jstep.adam(0.01)
     state = place(jstep.TrainState.create({"w": jnp.ones((4, 2))}, optimizer))
@@ -33,7 +40,13 @@ def setup_of(
     steps = {0: step, 2: jstep.minimize(loss_fn, optimizer)} if later else step
     with tempfile.TemporaryDirectory() as directory:
         where = directory if is_recorded else None
-        jstep.train(steps, state, data, **{"last_step": 3, "progress": False} | options, checkpoint_dir=where)
+        jstep.train(
+            steps,
+            state,
+            data,
+            **{"last_step": 3, "progress": False} | options,
+            checkpoint_dir=where,
+        )
         if not is_recorded:
             return None
         start = read_starts(directory)["model"][-1]
@@ -63,7 +76,12 @@ def test_secrets_and_other_variables_are_not_recorded(monkeypatch):
     options = types.SimpleNamespace(config=None)
     monkeypatch.setattr(start_setup.dataclasses, "fields", lambda options: ())
     found = start_setup.describe_setup(
-        options, options, as_stages(lambda state: state), 0, jstep.TrainState.create({}, jstep.adam()), []
+        options,
+        options,
+        as_stages(lambda state: state),
+        0,
+        jstep.TrainState.create({}, jstep.adam()),
+        [],
     )
     assert found["environment"] == {
         "JAX_COMPILATION_CACHE_DIR": "gs://bucket/cache",
@@ -109,7 +127,9 @@ def test_a_plain_function_is_not_traced(base):
 
     found = setup_of(step=step)
     assert (found["programs"][0]["hash"], len(calls)) == (None, 3)
-    assert any("the stage from step 0: loss in A, step in B" in line for line in difference(base, found))
+    assert any(
+        "the stage from step 0: loss in A, step in B" in line for line in difference(base, found)
+    )
 
 
 def test_the_results_with_bits():
@@ -123,7 +143,10 @@ def test_versions_of_packages_that_are_not_installed(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert start_setup._versions() == {"python": platform.python_version(), "jstep": jstep.__version__}
+    assert start_setup._versions() == {
+        "python": platform.python_version(),
+        "jstep": jstep.__version__,
+    }
 
 
 def test_a_setup_has_the_lanes(base):

@@ -40,7 +40,8 @@ def write_arrays(path, **arrays):
 
 
 def is_known(dtype):
-    """Whether the installed package knows a dtype: older ones lack some of 8 bits, and complex numbers."""
+    """Whether the installed package knows a dtype: older ones lack some of 8 bits, and complex
+    numbers."""
     try:
         safetensors.deserialize(raw_file({"x": entry(dtype_code(dtype), (0,), (0, 0))}))
     except safetensors.SafetensorError:

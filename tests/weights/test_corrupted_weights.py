@@ -1,4 +1,5 @@
-"""Truncated, malicious or inconsistent files: `load_weights` raises a clear error before it reads any data."""
+"""Truncated, malicious or inconsistent files: `load_weights` raises a clear error before it reads
+any data."""
 
 import os
 
@@ -35,7 +36,10 @@ def test_error_for_a_malformed_header_names_the_file(tmp_path, name):
 
 
 def test_every_truncation_is_detected(tmp_path):
-    complete = (tmp_path / "model.safetensors", write_arrays(tmp_path / "model.safetensors", a=[1, 2]))[0].read_bytes()
+    complete = (
+        tmp_path / "model.safetensors",
+        write_arrays(tmp_path / "model.safetensors", a=[1, 2]),
+    )[0].read_bytes()
     for size in range(len(complete)):
         (tmp_path / "model.safetensors").write_bytes(complete[:size])
         with pytest.raises(ValueError, match="is corrupted"):
@@ -77,7 +81,11 @@ def test_a_hub_snapshot_of_links_loads(tmp_path):
     write_index(blobs / "5678", {"a": "model-00001-of-00001.safetensors"})
     (snapshot / "model-00001-of-00001.safetensors").symlink_to("../../blobs/1234")
     (snapshot / "model.safetensors.index.json").symlink_to("../../blobs/5678")
-    for location in (snapshot, snapshot / "model.safetensors.index.json", snapshot / "model.safetensors"):
+    for location in (
+        snapshot,
+        snapshot / "model.safetensors.index.json",
+        snapshot / "model.safetensors",
+    ):
         assert jstep.load_weights(location, TARGET)["a"].tolist() == [1, 2]
 
 
@@ -92,10 +100,13 @@ def test_an_index_must_agree_with_its_files(tmp_path):
     with pytest.raises(ValueError, match=r"'b' should be in '1\.safetensors'"):
         jstep.load_weights(write_index(path, {"a": "1.safetensors", "b": "1.safetensors"}), TARGET)
     for named in (path, tmp_path / "index.json"):
-        assert jstep.load_weights(write_index(named, {"a": "1.safetensors"}), TARGET)["a"].tolist() == [1, 2]
+        loaded = jstep.load_weights(write_index(named, {"a": "1.safetensors"}), TARGET)
+        assert loaded["a"].tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "null"])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "null"]
+)
 def test_an_invalid_index(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):

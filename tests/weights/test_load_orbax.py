@@ -1,4 +1,5 @@
-"""`load_weights` reads what Orbax and jstep wrote, as it reads safetensors files; Orbax reads what jstep wrote."""
+"""`load_weights` reads what Orbax and jstep wrote, as it reads safetensors files; Orbax reads what
+jstep wrote."""
 
 import logging
 import os
@@ -23,7 +24,10 @@ import jstep
 
 RNG = np.random.default_rng(0)
 PARAMS = {
-    "dense": {"kernel": RNG.normal(size=(8, 16)).astype(np.float32), "bias": np.arange(16, dtype=jnp.bfloat16)},
+    "dense": {
+        "kernel": RNG.normal(size=(8, 16)).astype(np.float32),
+        "bias": np.arange(16, dtype=jnp.bfloat16),
+    },
     "layers": [RNG.normal(size=(8,)).astype(np.float32), (np.arange(8, dtype=np.int8),)],
     "count": np.int32(7),
 }
@@ -50,7 +54,9 @@ def pytree(path, **options):
 def step_of_manager(path, **items):
     with ocp.CheckpointManager(path) as manager:
         arguments = ocp.args.StandardSave(on_devices(PARAMS))
-        manager.save(7, args=ocp.args.Composite(**dict.fromkeys(items, arguments)) if items else arguments)
+        manager.save(
+            7, args=ocp.args.Composite(**dict.fromkeys(items, arguments)) if items else arguments
+        )
         manager.wait_until_finished()
     return path / "7"
 
@@ -81,7 +87,9 @@ def test_every_writer_round_trips_bitwise(tmp_path, writer):
         loaded = jstep.load_weights(path, target)
         assert jax.tree.structure(loaded) == jax.tree.structure(PARAMS)
         jax.tree.map(lambda x, y: same(x, y) or pytest.fail(f"{x} {y}"), loaded, PARAMS)
-        assert all(isinstance(leaf, np.ndarray) is (target is PARAMS) for leaf in jax.tree.leaves(loaded))
+        assert all(
+            isinstance(leaf, np.ndarray) is (target is PARAMS) for leaf in jax.tree.leaves(loaded)
+        )
 
 
 @pytest.fixture(params=["StandardCheckpointer", "jstep"])
@@ -93,15 +101,23 @@ def path(request, tmp_path):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_shardings_and_dtypes_of_the_target(path, kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
-    specs = {"dense": {"kernel": P("data", "model"), "bias": P("model")}, "layers": [P("data"), (P(),)], "count": P()}
+    specs = {
+        "dense": {"kernel": P("data", "model"), "bias": P("model")},
+        "layers": [P("data"), (P(),)],
+        "count": P(),
+    }
     for dtype in (None, jnp.float16):
         target = jax.tree.map(
-            lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
+            lambda leaf, spec: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+            ),
             SHAPES,
             specs,
         )
         loaded = jstep.load_weights(path, target, dtype=dtype)
-        for leaf, expected, shape in zip(*map(jax.tree.leaves, (loaded, PARAMS, target)), strict=True):
+        for leaf, expected, shape in zip(
+            *map(jax.tree.leaves, (loaded, PARAMS, target)), strict=True
+        ):
             assert leaf.sharding == shape.sharding
             is_cast = dtype is not None and jnp.issubdtype(expected.dtype, jnp.floating)
             assert same(leaf, expected.astype(dtype) if is_cast else expected)
@@ -115,11 +131,17 @@ class TestTrainingStates:
         params = {"a": jnp.arange(3.0), "b": jnp.arange(2.0)}
         state = {"params": params, "opt_state": optax.adam(1e-3).init(params), "step": jnp.int32(3)}
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "x", state | {"other": {"x": {"a": jnp.arange(3.0) + 1, "b": jnp.ones(2)}}})
+            checkpointer.save(
+                tmp_path / "x",
+                state | {"other": {"x": {"a": jnp.arange(3.0) + 1, "b": jnp.ones(2)}}},
+            )
         return tmp_path / "x"
 
     def shapes(self):
-        return {"a": jax.ShapeDtypeStruct((3,), np.float32), "b": jax.ShapeDtypeStruct((2,), np.float32)}
+        return {
+            "a": jax.ShapeDtypeStruct((3,), np.float32),
+            "b": jax.ShapeDtypeStruct((2,), np.float32),
+        }
 
     def test_params_may_be_omitted(self, path):
         for target, names in (
@@ -153,7 +175,10 @@ def test_flax_nnx_variables(tmp_path):
         loaded = jstep.load_weights(tmp_path / name, target, names)
         assert jax.tree.structure(loaded) == jax.tree.structure(other)
         assert all(map(same, jax.tree.leaves(loaded), jax.tree.leaves(other)))
-    assert same(jstep.load_weights(tmp_path / "variables", state)["kernel"].get_value(), model.kernel.get_value())
+    assert same(
+        jstep.load_weights(tmp_path / "variables", state)["kernel"].get_value(),
+        model.kernel.get_value(),
+    )
 
 
 class TestKeys:
@@ -162,7 +187,9 @@ class TestKeys:
     @pytest.fixture
     def state(self):
         mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-        keys = jax.device_put(jax.random.split(jax.random.key(3), 8), NamedSharding(mesh, P("data")))
+        keys = jax.device_put(
+            jax.random.split(jax.random.key(3), 8), NamedSharding(mesh, P("data"))
+        )
         return {"keys": keys, "one": jax.random.key(5, impl="rbg"), "w": jnp.arange(3.0)}
 
     def test_keys_round_trip_with_their_sharding(self, tmp_path, state):
@@ -170,7 +197,9 @@ class TestKeys:
             checkpointer.save(tmp_path / "orbax", {"params": state})
         with jstep.Saver(tmp_path / "jstep") as saver:
             path = saver.save({"params": state, "global_step": 1})
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+        )
         for source in (tmp_path / "orbax", path):
             for target in (state, shapes, jax.eval_shape(lambda: state)):
                 loaded = jstep.load_weights(source, target)
@@ -185,13 +214,18 @@ class TestBadInput:
 
     def test_names_that_match_nothing(self, path, caplog):
         for names in ({"count": "nowhere/count"}.get, lambda path: f"nowhere/{path}"):
-            with pytest.raises(ValueError, match=r"missing \(\d\): .*; unused \(\d+\): '(params/)?count'"):
+            with pytest.raises(
+                ValueError,
+                match=r"missing \(\d\): .*; unused \(\d+\): '(params/)?count'",
+            ):
                 jstep.load_weights(path, SHAPES, names)
         with caplog.at_level(logging.WARNING, "jstep"):
             kept = jstep.load_weights(path, PARAMS, lambda path: f"nowhere/{path}", partial=True)
         assert "does not fit target, and nothing was loaded; missing (5)" in caplog.text
         assert all(map(same, jax.tree.leaves(kept), jax.tree.leaves(PARAMS)))
-        with pytest.raises(ValueError, match="names: target has no leaf at 'cuont'; nearest: 'count'"):
+        with pytest.raises(
+            ValueError, match="names: target has no leaf at 'cuont'; nearest: 'count'"
+        ):
             jstep.load_weights(path, SHAPES, {"cuont": "count"})
 
     def test_directories_of_checkpoints(self, tmp_path):
@@ -203,7 +237,10 @@ class TestBadInput:
 
     def test_several_items(self, tmp_path):
         path = step_of_manager(tmp_path / "manager", one=PARAMS, two=PARAMS)
-        with pytest.raises(ValueError, match=r"several items or checkpoints \(one, two\); pass the path of one"):
+        with pytest.raises(
+            ValueError,
+            match=r"several items or checkpoints \(one, two\); pass the path of one",
+        ):
             jstep.load_weights(path, SHAPES)
         assert same(jstep.load_weights(path / "two", SHAPES)["count"], PARAMS["count"])
 
@@ -216,7 +253,9 @@ class TestBadInput:
             with pytest.raises((FileNotFoundError, ValueError), match=message):
                 jstep.load_weights(path, SHAPES)
 
-    @pytest.mark.parametrize("text", ["", "{}", "[]", '{"tree_metadata": {"(\'a\',)": 3}}', "[" * 100_000])
+    @pytest.mark.parametrize(
+        "text", ["", "{}", "[]", '{"tree_metadata": {"(\'a\',)": 3}}', "[" * 100_000]
+    )
     def test_metadata_of_another_version(self, tmp_path, text):
         (standard(tmp_path / "x") / "_METADATA").write_text(text)
         with pytest.raises(ValueError, match=r"is corrupted, incomplete, or not readable by Orbax"):
@@ -232,7 +271,9 @@ def test_orbax_reads_what_jstep_wrote(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         metadata = checkpointer.metadata(path).item_metadata.tree
         assert metadata.keys() == expected.keys()
-        restored = checkpointer.restore(path, jax.tree.map(ocp.utils.to_shape_dtype_struct, expected))
+        restored = checkpointer.restore(
+            path, jax.tree.map(ocp.utils.to_shape_dtype_struct, expected)
+        )
     assert all(same(restored[name], leaf) for name, leaf in expected.items())
     with ocp.PyTreeCheckpointer() as checkpointer:
         arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in expected}
@@ -241,7 +282,9 @@ def test_orbax_reads_what_jstep_wrote(tmp_path):
 
 
 def jstep_path(keys):
-    return "/".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", None)))) for key in keys)
+    return "/".join(
+        str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", None)))) for key in keys
+    )
 
 
 TWO_PROCESSES = """
@@ -266,7 +309,9 @@ def test_two_processes_read_their_parts(tmp_path):
     for process, lines in enumerate(run(TWO_PROCESSES, 2, tmp_path)):
         found = [line.removeprefix("result ") for line in lines if line.startswith("result ")]
         starts = (4 * process, 4 * process + 2)
-        assert found == [f"{start} {np.asarray(w[start : start + 2]).ravel().tolist()}" for start in starts]
+        assert found == [
+            f"{start} {np.asarray(w[start : start + 2]).ravel().tolist()}" for start in starts
+        ]
 
 
 def test_orbax_with_its_functions_at_the_top_level_is_read_too(tmp_path, monkeypatch):
@@ -278,17 +323,22 @@ def test_orbax_with_its_functions_at_the_top_level_is_read_too(tmp_path, monkeyp
     target = SHAPES | {"dense": SHAPES["dense"] | {"kernel": kernel}}
     expected = jstep.load_weights(path, SHAPES)
     top_level = types.ModuleType("orbax.checkpoint")
-    vars(top_level).update({name: getattr(ocp.v1, name) for name in ("metadata", "load", "PLACEHOLDER")})
+    vars(top_level).update(
+        {name: getattr(ocp.v1, name) for name in ("metadata", "load", "PLACEHOLDER")}
+    )
     top_level.__version__ = "1.0"
     monkeypatch.setattr(orbax, "checkpoint", top_level)
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", top_level)
-    for found, leaf in zip(jax.tree.leaves(jstep.load_weights(path, SHAPES)), jax.tree.leaves(expected), strict=True):
+    for found, leaf in zip(
+        jax.tree.leaves(jstep.load_weights(path, SHAPES)), jax.tree.leaves(expected), strict=True
+    ):
         np.testing.assert_array_equal(found, leaf)
     sharded = jstep.load_weights(path, target)["dense"]["kernel"]
     assert sharded.sharding == sharding
     np.testing.assert_array_equal(sharded, PARAMS["dense"]["kernel"])
-    # Not arrays that are missing: Orbax raises for the first of them and closes its event loop, and the reads of the
-    # others, which end later, call it: an error of no test, and so of the one that happens to run.
+    # Not arrays that are missing: Orbax raises for the first of them and closes its event loop, and
+    # the reads of the others, which end later, call it: an error of no test, and so of the one that
+    # happens to run.
     (path / "_METADATA").write_text("{")
     with pytest.raises(ValueError, match=r"not readable by Orbax 1\.0"):
         jstep.load_weights(path, SHAPES)

@@ -15,7 +15,12 @@ import jstep
 
 W = np.arange(12, dtype=np.float32).reshape(3, 4)
 B = np.arange(4, dtype=np.float32)
-SHAPES = {"dense": {"kernel": jax.ShapeDtypeStruct((4, 3), np.float32), "bias": jax.ShapeDtypeStruct((4,), np.float32)}}
+SHAPES = {
+    "dense": {
+        "kernel": jax.ShapeDtypeStruct((4, 3), np.float32),
+        "bias": jax.ShapeDtypeStruct((4,), np.float32),
+    }
+}
 NAMES = {"dense/kernel": ("dense.weight", np.transpose), "dense/bias": "dense.bias"}
 
 
@@ -24,7 +29,9 @@ def path(tmp_path):
     return write_arrays(tmp_path / "model.safetensors", **{"dense.weight": W, "dense.bias": B})
 
 
-@pytest.mark.parametrize("names", [NAMES, NAMES.get, lambda path: NAMES[path]], ids=["mapping", "get", "function"])
+@pytest.mark.parametrize(
+    "names", [NAMES, NAMES.get, lambda path: NAMES[path]], ids=["mapping", "get", "function"]
+)
 def test_names_as_mapping_or_function(path, names):
     for _ in range(2):
         loaded = jstep.load_weights(path, SHAPES, names)
@@ -35,11 +42,18 @@ def test_names_as_mapping_or_function(path, names):
 
 def test_none_leaves_a_leaf_unchanged(path):
     target = {"w": jnp.zeros((3, 4)), "new": jnp.ones(2), "b": np.zeros(4, np.float32)}
-    loaded = jstep.load_weights(path, target, {"w": "dense.weight", "b": "dense.bias", "new": None}.get)
+    loaded = jstep.load_weights(
+        path, target, {"w": "dense.weight", "b": "dense.bias", "new": None}.get
+    )
     assert loaded["new"] is target["new"]
     assert same(loaded["w"], W)
     with pytest.raises(ValueError, match=r"'new' stays as it is.*a shape"):
-        jstep.load_weights(path, {**target, "new": jax.ShapeDtypeStruct((2,), np.float32)}, {"new": None}, partial=True)
+        jstep.load_weights(
+            path,
+            {**target, "new": jax.ShapeDtypeStruct((2,), np.float32)},
+            {"new": None},
+            partial=True,
+        )
     target["new"].delete()
     with pytest.raises(ValueError, match=r"'new' stays as it is.*a deleted array"):
         jstep.load_weights(path, target, {"w": "dense.weight", "b": "dense.bias", "new": None})
@@ -63,22 +77,31 @@ def test_one_error_lists_everything_that_does_not_fit(path, caplog):
     ):
         assert part in str(caught.value)
     with pytest.raises(
-        ValueError, match=r"mismatched \(1\): 't' \(tensor 'dense.weight'\) is float32\[6,4\], and float3"
+        ValueError,
+        match=r"mismatched \(1\): 't' \(tensor 'dense.weight'\) is float32\[6,4\], and float3",
     ):
-        jstep.load_weights(path, {"dense.bias": np.zeros(4, np.float32), "t": target["t"]}, {"t": names["t"]})
+        jstep.load_weights(
+            path, {"dense.bias": np.zeros(4, np.float32), "t": target["t"]}, {"t": names["t"]}
+        )
     with pytest.raises(ValueError, match=r"unused \(2\): 'dense.weight', 'dense.bias'"):
         jstep.load_weights(path, {"dense": np.zeros(4)})
 
 
 def test_error_of_a_transform_names_the_leaf(path):
     with pytest.raises(RuntimeError, match="no") as caught:
-        jstep.load_weights(path, SHAPES, {**NAMES, "dense/kernel": ("dense.weight", raising(RuntimeError("no")))})
+        jstep.load_weights(
+            path, SHAPES, {**NAMES, "dense/kernel": ("dense.weight", raising(RuntimeError("no")))}
+        )
     assert "'dense/kernel'" in caught.value.__notes__[0]
     with pytest.raises(TypeError, match="'dense/kernel' returned None"):
-        jstep.load_weights(path, SHAPES, {**NAMES, "dense/kernel": ("dense.weight", lambda x: None)})
+        jstep.load_weights(
+            path, SHAPES, {**NAMES, "dense/kernel": ("dense.weight", lambda x: None)}
+        )
 
 
-@pytest.mark.parametrize("transform", [np.transpose, jnp.transpose, lambda x: x.T, jax.jit(lambda x: x.T)])
+@pytest.mark.parametrize(
+    "transform", [np.transpose, jnp.transpose, lambda x: x.T, jax.jit(lambda x: x.T)]
+)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_transforms_on_a_mesh(path, transform, kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
@@ -100,9 +123,17 @@ def test_transforms_on_a_mesh(path, transform, kind):
 
 def test_dtype_casts_only_floats_and_overrides_the_target(tmp_path):
     data = W.tobytes() + np.arange(2, dtype=np.int32).tobytes() + b"\1\0"
-    header = {"w": entry("F32", (3, 4), (0, 48)), "n": entry("I32", (2,), (48, 56)), "m": entry("BOOL", (2,), (56, 58))}
+    header = {
+        "w": entry("F32", (3, 4), (0, 48)),
+        "n": entry("I32", (2,), (48, 56)),
+        "m": entry("BOOL", (2,), (56, 58)),
+    }
     path = write_raw(tmp_path / "x", header, data)
-    target = {"w": jnp.zeros((3, 4), jnp.float16), "n": jnp.zeros(2, jnp.int32), "m": jnp.zeros(2, bool)}
+    target = {
+        "w": jnp.zeros((3, 4), jnp.float16),
+        "n": jnp.zeros(2, jnp.int32),
+        "m": jnp.zeros(2, bool),
+    }
     with pytest.raises(ValueError, match=r"'w' is float32\[3,4\], and float16\[3,4\] in target"):
         jstep.load_weights(path, target)
     for dtype in (jnp.bfloat16, "bfloat16", np.dtype(jnp.bfloat16)):
@@ -125,7 +156,9 @@ def test_overflow_in_a_cast_is_warned_about(tmp_path, caplog):
 
 
 def test_64_bits_require_numpy_or_x64(tmp_path):
-    path = write_raw(tmp_path / "x", {"n": entry("I64", (1,), (0, 8))}, (2**40).to_bytes(8, "little"))
+    path = write_raw(
+        tmp_path / "x", {"n": entry("I64", (1,), (0, 8))}, (2**40).to_bytes(8, "little")
+    )
     assert jstep.load_weights(path, {"n": np.zeros(1, np.int64)})["n"].tolist() == [2**40]
     with pytest.raises(ValueError, match="jax_enable_x64"):
         jstep.load_weights(path, {"n": jax.ShapeDtypeStruct((1,), np.int64)})
@@ -147,11 +180,17 @@ def test_partial_loads_what_fits_and_logs_the_rest(path, caplog):
         "t": np.ones(3, np.float32),
     }
     with caplog.at_level(logging.WARNING, "jstep"):
-        loaded = jstep.load_weights(path, target, {"t": ("dense.bias", lambda x: x[:2])}, partial=True)
+        loaded = jstep.load_weights(
+            path, target, {"t": ("dense.bias", lambda x: x[:2])}, partial=True
+        )
     assert same(loaded["dense.weight"], W)
     assert all(loaded[name] is target[name] for name in ("dense.bias", "new", "t"))
     (record,) = caplog.records
-    for part in ("missing (1): 'new'", "'dense.bias' is float32[4], and float32[5]", "'t' (tensor 'dense.bias') is"):
+    for part in (
+        "missing (1): 'new'",
+        "'dense.bias' is float32[4], and float32[5]",
+        "'t' (tensor 'dense.bias') is",
+    ):
         assert part in record.getMessage()
     with pytest.raises(ValueError, match=r"'x' stays as it is.*a shape"):
         jstep.load_weights(path, {"x": jax.ShapeDtypeStruct((2,), np.float32)}, partial=True)

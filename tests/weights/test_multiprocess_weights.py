@@ -1,4 +1,5 @@
-"""Weights of several processes: each reads its part, the first one writes, and errors are raised on all."""
+"""Weights of several processes: each reads its part, the first one writes, and errors are raised on
+all."""
 
 import os
 
@@ -73,5 +74,10 @@ def test_two_processes_load_and_save(tmp_path):
     for kind in ("Auto", "Explicit"):
         target = {"r": w, "t": w.T, "whole": w, "host": np.arange(3)}
         loaded = jstep.load_weights(tmp_path / f"{kind}.safetensors", target)
-        for name, expected in {"r": w, "t": (w + 1).T, "whole": w + 2, "host": np.arange(3)}.items():
+        for name, expected in {
+            "r": w,
+            "t": (w + 1).T,
+            "whole": w + 2,
+            "host": np.arange(3),
+        }.items():
             np.testing.assert_array_equal(loaded[name], expected)

@@ -17,7 +17,9 @@ def mesh(*types, shape=(8,), names=("data",)):
     return jax.make_mesh(shape, names, axis_types=(*types,))
 
 
-KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+KINDS = pytest.mark.parametrize(
+    "kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
+)
 SPECS = [P(None, "data"), P("data", "model"), P(("data", "model")), P()]
 
 
@@ -26,7 +28,9 @@ SPECS = [P(None, "data"), P("data", "model"), P(("data", "model")), P()]
 def test_every_device_gets_its_part(tmp_path, kind, spec):
     path = write_arrays(tmp_path / "model.safetensors", a=ROWS, b=ROWS + 1)
     sharding = NamedSharding(mesh(kind, kind, shape=(4, 2), names=("data", "model")), spec)
-    target = {name: jax.ShapeDtypeStruct(ROWS.shape, np.float32, sharding=sharding) for name in "ab"}
+    target = {
+        name: jax.ShapeDtypeStruct(ROWS.shape, np.float32, sharding=sharding) for name in "ab"
+    }
     loaded = jstep.load_weights(path, target)
     assert same(loaded["a"], ROWS)
     assert loaded["b"].sharding == sharding
@@ -59,7 +63,8 @@ def test_parts_of_arrays_of_any_shape(tmp_path, shape):
 
 
 def test_loaded_arrays_do_not_map_the_file(tmp_path):
-    """On the CPU, device_put of a memory map would alias the file, and a later save in place change the weights."""
+    """On the CPU, device_put of a memory map would alias the file, and a later save in place change
+    the weights."""
     path = tmp_path / "model.safetensors"
     write_arrays(path, a=ROWS)
     on_rows = NamedSharding(mesh(AxisType.Auto), P("data"))

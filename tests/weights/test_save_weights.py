@@ -45,7 +45,11 @@ def metadata_of(path):
 
 
 def test_names_and_metadata(tmp_path):
-    params = {"w": np.arange(6.0).reshape(2, 3), "b": jnp.ones(2, jnp.bfloat16), "cache": jnp.zeros(3)}
+    params = {
+        "w": np.arange(6.0).reshape(2, 3),
+        "b": jnp.ones(2, jnp.bfloat16),
+        "cache": jnp.zeros(3),
+    }
     names = {"w": ("layer.weight", np.transpose), "cache": None}
     path = jstep.save_weights(tmp_path / "m.safetensors", params, names)
     assert metadata_of(path) == {"format": "pt"}
@@ -69,8 +73,14 @@ def test_a_save_that_is_refused_leaves_nothing(tmp_path):
 
 
 def test_a_transform_makes_a_leaf_one_that_can_be_stored(tmp_path):
-    jstep.save_weights(tmp_path / "x", {"a": jnp.ones(3, jnp.int4)}, {"a": ("a", lambda x: x.astype(np.int8))})
-    assert jstep.load_weights(tmp_path / "x", {"a": np.zeros(3, np.int8)})["a"].tolist() == [1, 1, 1]
+    jstep.save_weights(
+        tmp_path / "x", {"a": jnp.ones(3, jnp.int4)}, {"a": ("a", lambda x: x.astype(np.int8))}
+    )
+    assert jstep.load_weights(tmp_path / "x", {"a": np.zeros(3, np.int8)})["a"].tolist() == [
+        1,
+        1,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -78,7 +88,10 @@ def test_sharded_params(tmp_path, kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
     w = np.arange(64.0, dtype=np.float32).reshape(8, 8)
     specs = {"a": P("data"), "b": P(None, "model"), "c": P(("data", "model")), "d": P()}
-    params = {name: jax.device_put(w + i, NamedSharding(mesh, spec)) for i, (name, spec) in enumerate(specs.items())}
+    params = {
+        name: jax.device_put(w + i, NamedSharding(mesh, spec))
+        for i, (name, spec) in enumerate(specs.items())
+    }
     for context in (jax.set_mesh(mesh), jax.numpy_dtype_promotion("strict")):
         with context:
             jstep.save_weights(tmp_path / "x", params, {"a": ("t", np.transpose)})
@@ -92,7 +105,12 @@ def test_sharded_params(tmp_path, kind):
 
 
 def test_shards_are_named_like_those_of_hugging_face(tmp_path):
-    params = {"a": np.zeros(10, np.float32), "b": np.zeros(100, np.float32), "c": np.zeros(5, np.float32), "d": 1}
+    params = {
+        "a": np.zeros(10, np.float32),
+        "b": np.zeros(100, np.float32),
+        "c": np.zeros(5, np.float32),
+        "d": 1,
+    }
     path = jstep.save_weights(tmp_path / "model.safetensors", params, max_shard_bytes=64)
     assert listed(tmp_path) == [*shards(3), "model.safetensors.index.json"]
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -184,7 +202,9 @@ def test_a_reader_never_loads_a_mix_of_two_saves(tmp_path, monkeypatch):
     for before in KINDS:
         for after in KINDS:
             for params, size in ((OLD, before), (NEW, after)):
-                jstep.save_weights(tmp_path / "model.safetensors", params, max_shard_bytes=KINDS[size])
+                jstep.save_weights(
+                    tmp_path / "model.safetensors", params, max_shard_bytes=KINDS[size]
+                )
     assert len(loaded) > 50
     assert {1.0} in loaded
     assert {2.0} in loaded
@@ -194,7 +214,12 @@ def test_a_reader_never_loads_a_mix_of_two_saves(tmp_path, monkeypatch):
 def test_temporary_files_of_dead_processes_are_removed(tmp_path):
     place, pid, _, end = new_token().split("-")
     dead = f"{place}-{pid}-1-{end}"  # of a process that had the same PID
-    for name in ("model.safetensors", "model.safetensors.index.json", *shards(2), "other.safetensors"):
+    for name in (
+        "model.safetensors",
+        "model.safetensors.index.json",
+        *shards(2),
+        "other.safetensors",
+    ):
         pathlib.Path(temporary_path(str(tmp_path / name), dead)).touch()
     jstep.save_weights(tmp_path / "model.safetensors", OLD)
     assert listed(tmp_path) == [f".other.safetensors.{dead}.tmp", "model.safetensors"]
@@ -207,7 +232,8 @@ def test_file_modes_follow_the_umask(tmp_path):
             jstep.save_weights(tmp_path / "model.safetensors", OLD, max_shard_bytes=64)
         finally:
             os.umask(before)
-        assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in listed(tmp_path)} == {mode}
+        modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in listed(tmp_path)}
+        assert modes == {mode}
         for path in tmp_path.iterdir():  # one that is replaced keeps its permissions
             path.unlink()
 
@@ -239,9 +265,12 @@ KNOWN = [dtype for dtype in ALL if is_known(dtype)]
 
 
 def random_bits(dtype, shape):
-    """Return an array of random bits, which include NaNs with any payload, infinities and subnormals."""
+    """Return an array of random bits, which include NaNs with any payload, infinities and
+    subnormals."""
     dtype = np.dtype(dtype)
-    bits = np.random.default_rng(0).integers(0, 256, np.prod(shape, dtype=int) * dtype.itemsize, np.uint8)
+    bits = np.random.default_rng(0).integers(
+        0, 256, np.prod(shape, dtype=int) * dtype.itemsize, np.uint8
+    )
     return bits.view(dtype).reshape(shape)
 
 
@@ -263,10 +292,13 @@ def test_round_trips_are_bitwise(tmp_path, dtype, shape):
 
 
 def test_dtypes_that_the_package_lacks_are_not_written(tmp_path, monkeypatch):
-    """Safetensors 0.5, the lowest version, lacks four; the newest one has all, so it is given a code that none has."""
+    """Safetensors 0.5, the lowest version, lacks four; the newest one has all, so it is given a
+    code that none has."""
     assert {np.dtype(dtype).itemsize for dtype in set(ALL) - set(KNOWN)} <= {1, 8}
     lacking = [random_bits(dtype, (2,)) for dtype in set(ALL) - set(KNOWN)]
-    monkeypatch.setattr(tensors, "_DTYPES", {**tensors._DTYPES, "F32": np.dtype(">f2"), "F99": np.dtype("float32")})
+    monkeypatch.setattr(
+        tensors, "_DTYPES", {**tensors._DTYPES, "F32": np.dtype(">f2"), "F99": np.dtype("float32")}
+    )
     for array in [*lacking, np.ones(2, np.float32)]:
         with pytest.raises(ValueError, match=r"newer versions know more dtypes"):
             jstep.save_weights(tmp_path / "model.safetensors", {"x": array})
@@ -275,13 +307,20 @@ def test_dtypes_that_the_package_lacks_are_not_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [bool, *WIDE], ids=lambda dtype: np.dtype(dtype).name)
 def test_round_trips_of_bools_and_64_bits(tmp_path, dtype):
-    array = random_bits(np.uint8, (3, 16)).view(np.int64).astype(bool) if dtype is bool else random_bits(dtype, (3, 2))
+    array = (
+        random_bits(np.uint8, (3, 16)).view(np.int64).astype(bool)
+        if dtype is bool
+        else random_bits(dtype, (3, 2))
+    )
     path = jstep.save_weights(tmp_path / "x", {"x": array})
     assert same(jstep.load_weights(path, {"x": array})["x"], array)
     with jax.enable_x64(True):
-        loaded = jstep.load_weights(path, {"x": jax.ShapeDtypeStruct(array.shape, array.dtype)})["x"]
+        target = {"x": jax.ShapeDtypeStruct(array.shape, array.dtype)}
+        loaded = jstep.load_weights(path, target)["x"]
         assert same(loaded, array)
-        assert same(jstep.load_weights(jstep.save_weights(path, {"x": loaded}), {"x": array})["x"], array)
+        assert same(
+            jstep.load_weights(jstep.save_weights(path, {"x": loaded}), {"x": array})["x"], array
+        )
 
 
 def test_safetensors_reads_files_of_jstep(tmp_path):
@@ -314,8 +353,14 @@ def test_round_trips_of_float8_and_bfloat16_with_torch(tmp_path):
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file, save_file
 
-    kinds = {"bfloat16": jnp.bfloat16, "float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2}
-    tensors = {name: torch.linspace(-3, 3, 24).reshape(4, 6).to(getattr(torch, name)) for name in kinds}
+    kinds = {
+        "bfloat16": jnp.bfloat16,
+        "float8_e4m3fn": jnp.float8_e4m3fn,
+        "float8_e5m2": jnp.float8_e5m2,
+    }
+    tensors = {
+        name: torch.linspace(-3, 3, 24).reshape(4, 6).to(getattr(torch, name)) for name in kinds
+    }
     save_file(tensors, tmp_path / "theirs.safetensors", {"format": "pt"})
     shapes = {name: jax.ShapeDtypeStruct((4, 6), dtype) for name, dtype in kinds.items()}
     loaded = jstep.load_weights(tmp_path / "theirs.safetensors", shapes)
@@ -324,4 +369,7 @@ def test_round_trips_of_float8_and_bfloat16_with_torch(tmp_path):
         assert np.asarray(loaded[name]).tobytes() == tensor.view(torch.uint8).numpy().tobytes()
         assert torch.equal(reloaded[name].view(torch.uint8), tensor.view(torch.uint8))
     as_floats = jstep.load_weights(tmp_path / "theirs.safetensors", shapes, dtype=np.float32)
-    assert all((np.asarray(as_floats[name]) == tensor.float().numpy()).all() for name, tensor in tensors.items())
+    assert all(
+        (np.asarray(as_floats[name]) == tensor.float().numpy()).all()
+        for name, tensor in tensors.items()
+    )

@@ -40,7 +40,9 @@ def norm(x, weight, bias):
 
 def attention(q, k, v, mask):
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1), v)
+    return jnp.einsum(
+        "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1), v
+    )
 
 
 def gpt2_init():
@@ -54,11 +56,17 @@ def gpt2_init():
         "down": {"kernel": f((4 * WIDTH, WIDTH)), "bias": f((WIDTH,))},
     }
     final = {"weight": f((WIDTH,)), "bias": f((WIDTH,))}
-    return {"embed": f((50, WIDTH)), "positions": f((16, WIDTH)), "layers": [layer] * LAYERS, "norm": final}
+    return {
+        "embed": f((50, WIDTH)),
+        "positions": f((16, WIDTH)),
+        "layers": [layer] * LAYERS,
+        "norm": final,
+    }
 
 
 def gpt2_name(path):
-    """Return the name in `transformers`, which stores the kernels of GPT-2 as (in, out), as we do."""
+    """Return the name in `transformers`, which stores the kernels of GPT-2 as (in, out), as we
+    do."""
     outer = {"embed": "transformer.wte.weight", "positions": "transformer.wpe.weight"}
     if path in outer:
         return outer[path]
@@ -88,7 +96,13 @@ def gpt2(params, tokens):
 def a_gpt2(tmp_path_factory):
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=50, n_positions=16, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, bos_token_id=0, eos_token_id=0
+        vocab_size=50,
+        n_positions=16,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     model = transformers.GPT2LMHeadModel(config)
     folder = tmp_path_factory.mktemp("gpt2")
@@ -101,7 +115,9 @@ def test_gpt2_round_trip(a_gpt2, tmp_path):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(*[None] * (len(leaf.shape) - 1), "data"))
+            leaf.shape,
+            leaf.dtype,
+            sharding=NamedSharding(mesh, P(*[None] * (len(leaf.shape) - 1), "data")),
         ),
         gpt2_init(),
     )
@@ -113,7 +129,9 @@ def test_gpt2_round_trip(a_gpt2, tmp_path):
     transformers.AutoConfig.from_pretrained(folder).save_pretrained(tmp_path)
     for limit in (5 * 2**30, 50_000):
         jstep.save_weights(tmp_path / "model.safetensors", params, gpt2_name, max_shard_bytes=limit)
-        reloaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        reloaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, output_loading_info=True
+        )
         assert not info["mismatched_keys"]
         assert set(info["missing_keys"]) <= {"lm_head.weight"}  # tied
         assert not info["unexpected_keys"]

@@ -26,7 +26,9 @@ def params(dtype=jnp.bfloat16, shapes=SHAPES):
 
 def gradients(like, seed=0):
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32).astype(p.dtype), like)
+    return jax.tree.map(
+        lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32).astype(p.dtype), like
+    )
 
 
 @functools.lru_cache(maxsize=2)
@@ -86,7 +88,9 @@ def test_what_is_stored():
     assert state.slots["m/scale"]["small"] is None
     assert state.slots["remainder"]["small"].dtype == jnp.int8
     assert jstep.get_slot_names(state) == ["m", "v"]
-    m, v = jax.eval_shape(lambda state: (jstep.get_slot(state, "m")["w"], jstep.get_slot(state, "v", "w")), state)
+    m, v = jax.eval_shape(
+        lambda state: (jstep.get_slot(state, "m")["w"], jstep.get_slot(state, "v", "w")), state
+    )
     assert m.dtype == v.dtype == jnp.float32
     assert "remainder" not in shapes_of(jstep.compact(jstep.adamw(LR)), jnp.float32).slots
 
@@ -119,7 +123,10 @@ def test_min_size_and_block():
         "small": (16, 1),
         "b": (8,),
     }
-    assert shapes_of(jstep.compact(jstep.adamw(LR), min_size=8193)).slots["m"]["w"].dtype == jnp.float32
+    assert (
+        shapes_of(jstep.compact(jstep.adamw(LR), min_size=8193)).slots["m"]["w"].dtype
+        == jnp.float32
+    )
 
 
 def test_a_bfloat16_parameter_is_its_masters_rounding_half_up():
@@ -129,7 +136,8 @@ def test_a_bfloat16_parameter_is_its_masters_rounding_half_up():
     for _ in range(8):
         state = jstep.apply_gradients(state, {"w": jnp.ones((), jnp.bfloat16)}, optimizer)
         seen.append((float(state.params["w"]), int(state.slots["remainder"]["w"])))
-    # Masters of 1 − n/1024; numbers below 1 are 1/256 apart, and a remainder counts parts of 1/65536.
+    # Masters of 1 − n/1024; numbers below 1 are 1/256 apart, and a remainder counts parts of
+    # 1/65536.
     assert [p + r / 65536 for p, r in seen] == [1 - n / 1024 for n in range(1, 9)]
     assert seen[1] == (1 - 1 / 256, 128 - 256) or seen[1][0] == 1.0
     assert seen[3] == (1 - 1 / 256, 0)
@@ -171,7 +179,9 @@ def test_a_guard_leaves_every_code_as_it_was(guard):
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_rows_that_no_lookup_names_keep_their_bits(dtype):
-    optimizer = jstep.compact(jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adagrad(0.1)))
+    optimizer = jstep.compact(
+        jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adagrad(0.1))
+    )
 
     def loss(params, rows):
         return jnp.sum(jnp.square(jstep.lookup(params["table"], rows).astype(jnp.float32) - 1))
@@ -182,7 +192,11 @@ def test_rows_that_no_lookup_names_keep_their_bits(dtype):
     for rows in ([1, 5, 5], [5, 9, 30], [2, 3, 63]):
         new, _ = step(state, jnp.array(rows))
         others = np.setdiff1d(np.arange(64), rows)
-        for name in ("accumulator", "accumulator/scale", *(["remainder"] if dtype == jnp.bfloat16 else [])):
+        for name in (
+            "accumulator",
+            "accumulator/scale",
+            *(["remainder"] if dtype == jnp.bfloat16 else []),
+        ):
             old, made = np.asarray(state.slots[name]["table"]), np.asarray(new.slots[name]["table"])
             assert np.array_equal(made[others], old[others]), name
             assert not np.array_equal(made[rows], old[rows])
@@ -223,7 +237,8 @@ def test_a_mesh_shards_codes_and_scales_like_their_parameters():
         sharding = jax.sharding.NamedSharding(mesh, scales)
         assert state.slots["m/scale"]["w"].sharding.is_equivalent_to(sharding, 2), spec
     split = jstep.TrainState.create(shapes, optimizer, mesh=mesh, slot_axis="data")
-    assert split.slots["m/scale"]["w"].sharding.shard_shape((32, 2)) == (32, 2)  # w is split along its last axis
+    # w is split along its last axis.
+    assert split.slots["m/scale"]["w"].sharding.shard_shape((32, 2)) == (32, 2)
     assert split.slots["m"]["w"].sharding.shard_shape((32, 256)) == (32, 64)
 
 
@@ -238,7 +253,9 @@ def test_the_bits_are_the_same_in_every_layout(layout, devices, request):
     shapes = {"w": (32, 1024), "b": (256,)}
     types = jax.sharding.AxisType.Explicit if layout == "explicit" else jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((devices // 2, 2), ("data", "model"), axis_types=(types,) * 2)
-    spec = {"columns": P(None, "data"), "both": P("data", "model"), "zero1": P()}.get(layout, P("data"))
+    spec = {"columns": P(None, "data"), "both": P("data", "model"), "zero1": P()}.get(
+        layout, P("data")
+    )
     placed = {"slot_axis": "data"} if layout == "zero1" else {"param_specs": [("w", spec)]}
     placed |= {"slots_memory": "pinned_host"} if layout == "host" else {}
 
@@ -247,7 +264,9 @@ def test_the_bits_are_the_same_in_every_layout(layout, devices, request):
         for i in range(3):
             grads = gradients(params(shapes=shapes), i)
             if state.params["w"].sharding.num_devices > 1:
-                grads = jax.tree.map(lambda g, p: jax.device_put(g, p.sharding), grads, state.params)
+                grads = jax.tree.map(
+                    lambda g, p: jax.device_put(g, p.sharding), grads, state.params
+                )
             state = step(state, grads)
         return jax.device_get(jax.tree.map(lambda x: x, state))
 
@@ -259,7 +278,8 @@ def test_the_bits_are_the_same_in_every_layout(layout, devices, request):
     assert jax.tree.all(jax.tree.map(np.array_equal, alone.params, split.params))
 
 
-# Every optimizer of the table in `compact`: nearly the same updates, and the same bits after a restart.
+# Every optimizer of the table in `compact`: nearly the same updates, and the same bits after a
+# restart.
 
 REFUSED = {"master_weights": "master_weights", "stochastic_rounding": "stochastic_rounding"}
 ENTRIES = sorted(set(TABLE) - set(REFUSED))
@@ -279,21 +299,31 @@ def test_updates_are_nearly_those_of_float32_and_resume(name, tmp_path):
         restored = saver.restore(fresh)
     state = after(compact, half, 2, first=2)
     assert after(compact, restored, 2, first=2) == state
-    assert jstep.get_slot_names(state) == jstep.get_slot_names(create(optimizer, shapes=SHAPES_OF_ENTRIES))
+    assert jstep.get_slot_names(state) == jstep.get_slot_names(
+        create(optimizer, shapes=SHAPES_OF_ENTRIES)
+    )
     if name not in NOT_COMPARED:
         before = params(jnp.float32, SHAPES_OF_ENTRIES)
         found, exact = (
-            after(one, create(one, jnp.float32, SHAPES_OF_ENTRIES), 4).params for one in (compact, optimizer)
+            after(one, create(one, jnp.float32, SHAPES_OF_ENTRIES), 4).params
+            for one in (compact, optimizer)
         )
         for key in before:
             way = np.mean(np.abs(exact[key] - before[key]))
             assert np.mean(np.abs(found[key] - exact[key])) <= 0.05 * way + 1e-7, key
 
 
-# The loops in which TPUs update what `compact` stores make the values of the update by whole leaves.
+# The loops in which TPUs update what `compact` stores make the values of the update by whole
+# leaves.
 
 EMA = jstep.ExponentialMovingAverage(0.9)
-SHAPES_IN_SLICES = {"w": (64, 512), "layers": (4, 64, 3, 128), "row": (8192,), "odd": (96, 100), "b": (128,)}
+SHAPES_IN_SLICES = {
+    "w": (64, 512),
+    "layers": (4, 64, 3, 128),
+    "row": (8192,),
+    "odd": (96, 100),
+    "b": (128,),
+}
 
 
 def labels(path, leaf):
@@ -302,13 +332,17 @@ def labels(path, leaf):
 
 INNER = {
     "adamw": jstep.adamw(LR),
-    "clip": jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.with_moving_average(jstep.ademamix(LR), EMA)),
+    "clip": jstep.chain(
+        jstep.clip_gradients(by_global_norm=1.0), jstep.with_moving_average(jstep.ademamix(LR), EMA)
+    ),
     "adan": jstep.adan(LR),  # a slot of float32
     "prodigy": jstep.prodigy(),  # a slot that is only read, and sums over all leaves
     "lamb": jstep.lamb(LR),  # norms of leaves
     "labels": jstep.partition({"a": jstep.adamw(LR), "b": jstep.muon(LR)}, labels),
     "guard": jstep.skip_nonfinite(jstep.adamw(LR)),
-    "projection": jstep.with_projection(jstep.lion(LR), lambda p: jax.tree.map(lambda x: jnp.clip(x, -1, 1), p)),
+    "projection": jstep.with_projection(
+        jstep.lion(LR), lambda p: jax.tree.map(lambda x: jnp.clip(x, -1, 1), p)
+    ),
 }
 OPTIMIZERS = {name: jstep.compact(inner) for name, inner in INNER.items()}
 OPTIMIZERS["keep"] = jstep.compact(jstep.adamw(LR), keep=["w"])
@@ -344,7 +378,8 @@ def test_slices_make_the_same_values(name, dtype, in_slices):
             state = step(state, {**grads, "b": None, "odd": None} if i == 1 else grads)
         return state
 
-    # Muon's products of matrices amplify what differs, and the last bit of a norm differs for all values.
+    # Muon's products of matrices amplify what differs, and the last bit of a norm differs for all
+    # values.
     most = {"labels": 0.02, "clip": 0.005}.get(name, 0.002)
     optimizer = OPTIMIZERS[name]
     whole = trained()
@@ -352,19 +387,26 @@ def test_slices_make_the_same_values(name, dtype, in_slices):
     sliced = trained()
     assert any(used)
     assert jax.tree.structure(sliced) == jax.tree.structure(whole)
-    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(sliced), jax.tree.leaves(whole), strict=True):
+    for (path, one), other in zip(
+        jax.tree_util.tree_leaves_with_path(sliced), jax.tree.leaves(whole), strict=True
+    ):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        # Kernels may differ in the last bits of a value, and so in a code that is at the border of two.
+        # Kernels may differ in the last bits of a value, and so in a code that is at the border of
+        # two.
         is_float = one.dtype == jnp.float32
         close = np.isclose(one, other, rtol=1e-6, atol=0) if is_float else np.asarray(one == other)
         if one.ndim:
             assert np.mean(~close) < (0.01 if is_float else most), jax.tree_util.keystr(path)
-    for one, other in zip(jax.tree.leaves(values(sliced)), jax.tree.leaves(values(whole)), strict=True):
+    for one, other in zip(
+        jax.tree.leaves(values(sliced)), jax.tree.leaves(values(whole)), strict=True
+    ):
         np.testing.assert_allclose(one, other, atol=0.02 * np.max(np.abs(other)), rtol=1e-2)
 
 
 def values(state):
-    return master_params(state), {name: jstep.get_slot(state, name) for name in jstep.get_slot_names(state)}
+    return master_params(state), {
+        name: jstep.get_slot(state, name) for name in jstep.get_slot_names(state)
+    }
 
 
 def test_axes_that_a_mesh_splits_are_not_cut(monkeypatch):
@@ -373,9 +415,13 @@ def test_axes_that_a_mesh_splits_are_not_cut(monkeypatch):
     from jstep.core.placement import LAYOUTS
 
     mesh = jax.make_mesh((4, 2), ("x", "y"))
-    for spec, expected in {
-        (): (1, 128, 4096), ("x",): (64, 32, 256), (None, "y"): (1, 4096, 128), ("x", "y"): (64, 4096, 128),
-    }.items():  # fmt: skip
+    slice_shapes = {
+        (): (1, 128, 4096),
+        ("x",): (64, 32, 256),
+        (None, "y"): (1, 4096, 128),
+        ("x", "y"): (64, 4096, 128),
+    }
+    for spec, expected in slice_shapes.items():
         layouts = {"w": NamedSharding(mesh, PartitionSpec(*spec))}
         with setting(LAYOUTS, layouts):
             assert by_slices.slice_shape("w", (64, 4096, 4096), None) == expected, spec
@@ -391,10 +437,15 @@ def test_conditions_of_an_update_reach_the_wrappers_around_it(platform, monkeypa
     """A projection leaves a parameter alone whose update is not due, whatever the platform."""
     monkeypatch.setattr(by_slices, "LARGE", 4096)
     optimizer = jstep.with_projection(
-        jstep.compact(jstep.update_every(jstep.lion(LR), 2)), lambda p: jax.tree.map(lambda x: jnp.clip(x, 0, 0.5), p)
+        jstep.compact(jstep.update_every(jstep.lion(LR), 2)),
+        lambda p: jax.tree.map(lambda x: jnp.clip(x, 0, 0.5), p),
     )
     state = jstep.TrainState.create({"w": jnp.ones((64, 128), jnp.bfloat16)}, optimizer)
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, **ways: ways.get(platform, ways["default"])(*args))
+    monkeypatch.setattr(
+        jax.lax,
+        "platform_dependent",
+        lambda *args, **ways: ways.get(platform, ways["default"])(*args),
+    )
     step = jax.jit(lambda state: jstep.apply_gradients(state, state.params, optimizer))
     for expected in (1.0, 0.5):
         state = step(state)

@@ -13,7 +13,10 @@ PAIRS = {
     "adaptive": (jstep.clip_gradients(adaptive=0.1), optax.adaptive_grad_clip(0.1)),
     "centralize": (jstep.centralize_gradients(), optax.centralize()),
     "normalize": (jstep.normalize_gradients(), optax.normalize_by_update_norm()),
-    "normalize to": (jstep.normalize_gradients(scale=3.0), optax.normalize_by_update_norm(scale_factor=3.0)),
+    "normalize to": (
+        jstep.normalize_gradients(scale=3.0),
+        optax.normalize_by_update_norm(scale_factor=3.0),
+    ),
 }
 
 
@@ -24,14 +27,19 @@ def with_descent(element):
 def after_one(optimizer, params, grads):
     """The parameters after one compiled update."""
     state = jstep.TrainState.create(params, optimizer)
-    return jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))(state, grads).params
+    return jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))(
+        state, grads
+    ).params
 
 
 @pytest.mark.thorough(except_for=["adaptive", "centralize"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_elements_match_optax(name):
     element, transformation = PAIRS[name]
-    assert_close(run_jstep(with_descent(element)).params, run_optax(optax.chain(transformation, optax.sgd(1.0)))[-1])
+    assert_close(
+        run_jstep(with_descent(element)).params,
+        run_optax(optax.chain(transformation, optax.sgd(1.0)))[-1],
+    )
 
 
 def test_noise_decays_and_is_a_function_of_the_step():
@@ -41,16 +49,24 @@ def test_noise_decays_and_is_a_function_of_the_step():
     def noise_at(step, split=False):
         wrapped = optimizer
         if split:
-            wrapped = jstep.partition({"x": optimizer, "y": optimizer}, lambda path, leaf: "x" if path == "a" else "y")
+            wrapped = jstep.partition(
+                {"x": optimizer, "y": optimizer}, lambda path, leaf: "x" if path == "a" else "y"
+            )
         params = {"a": jnp.zeros(shape), "b": jnp.zeros(shape)}
         state = jstep.TrainState.create(params, wrapped, step)
         return jstep.apply_gradients(state, jax.tree.map(jnp.zeros_like, params), wrapped).params
 
-    first, again, later, partitioned = noise_at(0), noise_at(0), noise_at(3), noise_at(0, split=True)
+    first, again, later, partitioned = (
+        noise_at(0),
+        noise_at(0),
+        noise_at(3),
+        noise_at(0, split=True),
+    )
     np.testing.assert_allclose(np.std(first["a"]), 0.2, rtol=0.03)
     np.testing.assert_allclose(np.std(later["a"]), 0.1, rtol=0.03)
     np.testing.assert_array_equal(first["a"], again["a"])
-    np.testing.assert_array_equal(first["b"], partitioned["b"])  # leaves keep their indices inside a partition
+    # Leaves keep their indices inside a partition.
+    np.testing.assert_array_equal(first["b"], partitioned["b"])
     assert abs(np.corrcoef(first["a"], first["b"])[0, 1]) < 0.05
     assert abs(np.corrcoef(first["a"], later["a"])[0, 1]) < 0.05
     folded = jax.random.fold_in(jax.random.fold_in(key, 3), 1)
@@ -65,29 +81,52 @@ def test_noise_decays_and_is_a_function_of_the_step():
 def test_cautious_decay():
     params, grads = {"w": jnp.array([1.0, -1.0, 2.0])}, {"w": jnp.array([1.0, 1.0, 0.0])}
     cautious = jstep.chain(jstep.gradient_descent(0.5), jstep.decay_weights(0.1, cautious=True))
-    np.testing.assert_allclose(run_jstep(cautious, [grads], params).params["w"], [0.4, -1.5, 2.0], rtol=1e-6)
+    np.testing.assert_allclose(
+        run_jstep(cautious, [grads], params).params["w"], [0.4, -1.5, 2.0], rtol=1e-6
+    )
 
 
 def test_the_first_matching_glob_determines_the_factor():
     grads = jax.tree.map(jnp.ones_like, PARAMS)
-    factors = {"w": 0.5, "[wc]": jstep.linear_warmup(jstep.constant(1.0), 4), "b": jstep.held("b", 0.0)}
+    factors = {
+        "w": 0.5,
+        "[wc]": jstep.linear_warmup(jstep.constant(1.0), 4),
+        "b": jstep.held("b", 0.0),
+    }
     optimizer = jstep.chain(jstep.gradient_descent(1.0), jstep.scale_updates(factors))
-    moved = jax.tree.map(lambda a, b: float((a - b).ravel()[0]), PARAMS, run_jstep(optimizer, [grads]).params)
+    moved = jax.tree.map(
+        lambda a, b: float((a - b).ravel()[0]), PARAMS, run_jstep(optimizer, [grads]).params
+    )
     assert moved == pytest.approx({"w": 0.5, "c": 0.25, "b": 0.0, "k": 1.0, "r": 1.0}, rel=1e-5)
     assert set(optimizer.hyperparameters(0)) == {"learning_rate", "scale/w", "scale/[wc]"}
-    by_depth = jstep.chain(jstep.gradient_descent(1.0), jstep.scale_updates(lambda path, leaf: 0.5**leaf.ndim))
-    moved = jax.tree.map(lambda a, b: float((a - b).ravel()[0]), PARAMS, run_jstep(by_depth, [grads]).params)
-    assert moved == pytest.approx({"w": 0.25, "c": 0.125, "b": 0.5, "k": 0.0625, "r": 0.25}, rel=1e-4)
+    by_depth = jstep.chain(
+        jstep.gradient_descent(1.0), jstep.scale_updates(lambda path, leaf: 0.5**leaf.ndim)
+    )
+    moved = jax.tree.map(
+        lambda a, b: float((a - b).ravel()[0]), PARAMS, run_jstep(by_depth, [grads]).params
+    )
+    assert moved == pytest.approx(
+        {"w": 0.25, "c": 0.125, "b": 0.5, "k": 0.0625, "r": 0.25}, rel=1e-4
+    )
     with pytest.raises(ValueError, match=r"factors: 'emb/.' matches no parameter"):
         run_jstep(jstep.scale_updates({"emb/*": 0.5}), [grads])
-    for wrong, error in ((0.5, TypeError), ({"w": -1.0}, ValueError), ({"w": "x"}, TypeError), ({1: 1.0}, TypeError)):
+    for wrong, error in (
+        (0.5, TypeError),
+        ({"w": -1.0}, ValueError),
+        ({"w": "x"}, TypeError),
+        ({1: 1.0}, TypeError),
+    ):
         with pytest.raises(error, match="factors"):
             jstep.scale_updates(wrong)
 
 
 def test_cautious_scales_the_agreeing_updates():
-    optimizer = jstep.cautious(jstep.stateless(lambda updates, params, step: {"w": jnp.array([-1.0, 1.0, -1.0, 0.0])}))
-    new = run_jstep(optimizer, [{"w": jnp.array([2.0, 2.0, -2.0, 2.0])}], {"w": jnp.zeros(4)}).params
+    optimizer = jstep.cautious(
+        jstep.stateless(lambda updates, params, step: {"w": jnp.array([-1.0, 1.0, -1.0, 0.0])})
+    )
+    new = run_jstep(
+        optimizer, [{"w": jnp.array([2.0, 2.0, -2.0, 2.0])}], {"w": jnp.zeros(4)}
+    ).params
     np.testing.assert_allclose(new["w"], [-4.0, 0.0, 0.0, 0.0])
 
 
@@ -106,7 +145,9 @@ def test_lookahead_matches_optax():
     assert_close(jstep.slow_params(state), params.slow)
 
 
-SLICES = jstep.IndexedSlices(jnp.array([[3.0, 0.0], [1.0, 4.0], [5.0, 0.0]]), jnp.array([2, 0, 2]), (4, 2))
+SLICES = jstep.IndexedSlices(
+    jnp.array([[3.0, 0.0], [1.0, 4.0], [5.0, 0.0]]), jnp.array([2, 0, 2]), (4, 2)
+)
 """Of which row 2 is named twice."""
 TABLE = np.array([[1.0, 4.0], [0.0, 0.0], [8.0, 0.0], [0.0, 0.0]], np.float32)
 
@@ -115,9 +156,12 @@ TABLE = np.array([[1.0, 4.0], [0.0, 0.0], [8.0, 0.0], [0.0, 0.0]], np.float32)
 @pytest.mark.parametrize("per_leaf", [False, True])
 @pytest.mark.parametrize("grad", [SLICES, jnp.asarray(TABLE)], ids=["slices", "dense"])
 def test_gradients_are_normalized_by_their_sums(grad, per_leaf):
-    """Slices that name a row twice have the norm of the table; leaves are normalized together or each by itself."""
+    """Slices that name a row twice have the norm of the table; leaves are normalized together or
+    each by itself."""
     optimizer = with_descent(jstep.normalize_gradients(2.0, per_leaf=per_leaf))
-    new = after_one(optimizer, {"t": jnp.zeros((4, 2)), "w": jnp.zeros(1)}, {"t": grad, "w": jnp.array([2.0])})
+    new = after_one(
+        optimizer, {"t": jnp.zeros((4, 2)), "w": jnp.zeros(1)}, {"t": grad, "w": jnp.array([2.0])}
+    )
     of_table, of_other = (9.0, 2.0) if per_leaf else (np.sqrt(85.0),) * 2
     np.testing.assert_allclose(new["t"], -2 * TABLE / of_table, rtol=1e-5)
     np.testing.assert_allclose(new["w"], [-4 / of_other], rtol=1e-5)
@@ -148,7 +192,8 @@ def test_the_trust_ratio_is_1_where_a_norm_is_0(optimizer):
     np.testing.assert_allclose(new["one"], [0, 1])
 
 
-# Adaptive clipping by its equation at its borders: the least norms of a parameter and of a gradient.
+# Adaptive clipping by its equation at its borders: the least norms of a parameter and of a
+# gradient.
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,19 @@ TRANSFORMATIONS = {
 @pytest.mark.thorough(except_for=["masked"])
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_matches_optax(name):
-    assert_close(run_jstep(jstep.from_optax(TRANSFORMATIONS[name])).params, run_optax(TRANSFORMATIONS[name])[-1])
+    assert_close(
+        run_jstep(jstep.from_optax(TRANSFORMATIONS[name])).params,
+        run_optax(TRANSFORMATIONS[name])[-1],
+    )
 
 
 def test_slots_and_hyperparameters():
-    optimizer = jstep.from_optax(optax.adam(1e-2), {"learning_rate": 1e-2, "b": jstep.constant(2.0)}, name="theirs")
-    state = jstep.TrainState.create({"w": jnp.ones(2, jnp.bfloat16), "n": jnp.array(1), "x": None}, optimizer)
+    optimizer = jstep.from_optax(
+        optax.adam(1e-2), {"learning_rate": 1e-2, "b": jstep.constant(2.0)}, name="theirs"
+    )
+    state = jstep.TrainState.create(
+        {"w": jnp.ones(2, jnp.bfloat16), "n": jnp.array(1), "x": None}, optimizer
+    )
     assert sorted(state.slots) == ["theirs/0/count", "theirs/0/mu", "theirs/0/nu"]
     assert jstep.get_slot_names(state) == ["theirs/0/mu", "theirs/0/nu"]
     assert state.slots["theirs/0/mu"]["w"].dtype == jnp.float32
@@ -64,7 +71,8 @@ def test_moments_are_sharded_like_their_parameters():
         state, _ = jstep.minimize(lambda p: jnp.sum(p["w"]) + jnp.sum(p["b"]), optimizer)(state)
 
 
-# Hyperparameters of Optax transformations are reported at the global step; a chain reports those at any count.
+# Hyperparameters of Optax transformations are reported at the global step; a chain reports those at
+# any count.
 
 RATE = optax.linear_schedule(0.0, 1.0, 10)
 PARAMS = {"a": jnp.zeros(2), "n": jnp.int32(1)}
@@ -91,7 +99,9 @@ def test_a_schedule_is_reported_at_the_step():
 
 
 def test_the_recommended_chain_reports_the_rate_that_is_used():
-    chained = jstep.chain(jstep.from_optax(optax.scale_by_sign()), jstep.scale_by_learning_rate(RATE))
+    chained = jstep.chain(
+        jstep.from_optax(optax.scale_by_sign()), jstep.scale_by_learning_rate(RATE)
+    )
     found = rates(jstep.skip_nonfinite(chained), [1.0, np.nan, np.nan, 1.0, 1.0, 1.0], start=5)
     assert len(found) == 4
     np.testing.assert_allclose(*zip(*found, strict=True), rtol=1e-5)
@@ -100,7 +110,11 @@ def test_the_recommended_chain_reports_the_rate_that_is_used():
 # Transformations of Optax where an optimizer is taken: the same as `from_optax` of them, by hand.
 
 X = jnp.array([0.5, -1.0, 2.0, 1.0])
-PARAMS_AS_IT_IS = {"a": jnp.array([1.0, 2.0]), "ab": {"w": jnp.array([-1.0, 0.5], jnp.bfloat16)}, "n": jnp.array(3)}
+PARAMS_AS_IT_IS = {
+    "a": jnp.array([1.0, 2.0]),
+    "ab": {"w": jnp.array([-1.0, 0.5], jnp.bfloat16)},
+    "n": jnp.array(3),
+}
 TRANSFORMATIONS_AS_IT_IS = {
     "adam": lambda: optax.adam(1e-2),
     "scheduled": lambda: optax.chain(
@@ -118,11 +132,17 @@ def label_of(path, leaf):
 TAKERS = {
     "minimize": lambda one: one,
     "chain": lambda one: jstep.chain(jstep.clip_gradients(by_norm=1.0), one),
-    "partition": lambda one: jstep.partition({"a": one, "ab": jstep.chain(one, jstep.scale(0.5))}, label_of),
+    "partition": lambda one: jstep.partition(
+        {"a": one, "ab": jstep.chain(one, jstep.scale(0.5))}, label_of
+    ),
     "scope": lambda one: jstep.scope(one, "s"),
     "cautious": jstep.cautious,
-    "with_projection": lambda one: jstep.with_projection(one, lambda params: jax.tree.map(lambda p: p * 1, params)),
-    "with_moving_average": lambda one: jstep.with_moving_average(one, jstep.ExponentialMovingAverage(0.9)),
+    "with_projection": lambda one: jstep.with_projection(
+        one, lambda params: jax.tree.map(lambda p: p * 1, params)
+    ),
+    "with_moving_average": lambda one: jstep.with_moving_average(
+        one, jstep.ExponentialMovingAverage(0.9)
+    ),
     "lookahead": lambda one: jstep.lookahead(one, 2),
     "master_weights": jstep.master_weights,
     "stochastic_rounding": lambda one: jstep.stochastic_rounding(one, jax.random.key(0)),
@@ -135,7 +155,9 @@ TAKERS = {
 
 
 def loss_fn(params, x):
-    return jnp.sum((params["a"] - x[:2]) ** 2) + jnp.sum((params["ab"]["w"].astype(jnp.float32) * x[2:]) ** 2)
+    return jnp.sum((params["a"] - x[:2]) ** 2) + jnp.sum(
+        (params["ab"]["w"].astype(jnp.float32) * x[2:]) ** 2
+    )
 
 
 def trained(optimizer, again):
@@ -173,14 +195,17 @@ def test_state_and_step_each_convert_their_transformation():
     require_same(trained(adam, optax.adam(1e-2)), trained(jstep.from_optax(adam), adam))
     grads = jax.grad(loss_fn, allow_int=True)(PARAMS_AS_IT_IS, X)
     state = jstep.TrainState.create(PARAMS_AS_IT_IS, adam)
-    assert jstep.apply_gradients(state, grads, adam) == jstep.apply_gradients(state, grads, jstep.from_optax(adam))
+    assert jstep.apply_gradients(state, grads, adam) == jstep.apply_gradients(
+        state, grads, jstep.from_optax(adam)
+    )
     compiled = jax.jit(lambda state: jstep.apply_gradients(state, grads, adam))
     for _ in range(2):
         state = compiled(state)
     assert compiled._cache_size() == 1
 
 
-# Transformations of Optax do not see leaves without a gradient: their numbers are those with these as constants.
+# Transformations of Optax do not see leaves without a gradient: their numbers are those with these
+# as constants.
 
 RANDOM = np.random.default_rng(0)
 PARAMS_OF_CONSTANTS = {
@@ -201,7 +226,10 @@ def closed_over(params, x, y):
 
 
 def trained_of_constants(params, loss, optimizer, **options):
-    state, step = jstep.TrainState.create(params, optimizer), jstep.minimize(loss, optimizer, **options)
+    state, step = (
+        jstep.TrainState.create(params, optimizer),
+        jstep.minimize(loss, optimizer, **options),
+    )
     losses = []
     for _ in range(5):
         state, metrics = step(state, X_OF_CONSTANTS, Y)
@@ -216,8 +244,14 @@ def by_optax(transformation):
         for _ in range(5):
             loss, grads = jax.value_and_grad(closed_over)(params, X_OF_CONSTANTS, Y)
             losses.append(float(loss))
-            extra = {"value": loss, "grad": grads, "value_fn": lambda p: closed_over(p, X_OF_CONSTANTS, Y)}
-            updates, kept = optax.with_extra_args_support(transformation).update(grads, kept, params, **extra)
+            extra = {
+                "value": loss,
+                "grad": grads,
+                "value_fn": lambda p: closed_over(p, X_OF_CONSTANTS, Y),
+            }
+            updates, kept = optax.with_extra_args_support(transformation).update(
+                grads, kept, params, **extra
+            )
             params = optax.apply_updates(params, updates)
     return losses
 
@@ -226,7 +260,9 @@ TRANSFORMATIONS_OF_CONSTANTS = {
     "lbfgs": optax.lbfgs,
     "polyak": lambda: optax.polyak_sgd(max_learning_rate=0.1),
     "plateau": lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)),
-    "chain": lambda: optax.chain(optax.contrib.reduce_on_plateau(patience=1), optax.clip(100.0), optax.lbfgs()),
+    "chain": lambda: optax.chain(
+        optax.contrib.reduce_on_plateau(patience=1), optax.clip(100.0), optax.lbfgs()
+    ),
     "backtracking": lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(15)),
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
 }
@@ -234,8 +270,16 @@ TRANSFORMATIONS_OF_CONSTANTS = {
 
 HOW = {
     "var_list": (lambda one: one, {"var_list": "lora_*"}),
-    "partition": (lambda one: jstep.partition({"a": one}, lambda path, leaf: "a" if path in TRAINED else None), {}),
-    "labels": (lambda one: jstep.partition({"a": one}, {"lora_a": "a", "lora_b": "a", "base": None}), {}),
+    "partition": (
+        lambda one: jstep.partition(
+            {"a": one}, lambda path, leaf: "a" if path in TRAINED else None
+        ),
+        {},
+    ),
+    "labels": (
+        lambda one: jstep.partition({"a": one}, {"lora_a": "a", "lora_b": "a", "base": None}),
+        {},
+    ),
 }
 
 
@@ -244,9 +288,13 @@ HOW = {
 @pytest.mark.parametrize("name", TRANSFORMATIONS_OF_CONSTANTS)
 def test_a_frozen_leaf_is_a_constant(name, how):
     make = TRANSFORMATIONS_OF_CONSTANTS[name]
-    wanted, state = trained_of_constants({name: PARAMS_OF_CONSTANTS[name] for name in TRAINED}, closed_over, make())
+    wanted, state = trained_of_constants(
+        {name: PARAMS_OF_CONSTANTS[name] for name in TRAINED}, closed_over, make()
+    )
     wrap, options = HOW[how]
-    found, frozen = trained_of_constants(PARAMS_OF_CONSTANTS, loss_fn_of_constants, wrap(make()), **options)
+    found, frozen = trained_of_constants(
+        PARAMS_OF_CONSTANTS, loss_fn_of_constants, wrap(make()), **options
+    )
     assert found == wanted
     for leaf in TRAINED:
         np.testing.assert_array_equal(frozen.params[leaf], state.params[leaf])
@@ -254,7 +302,8 @@ def test_a_frozen_leaf_is_a_constant(name, how):
     np.testing.assert_allclose(found, by_optax(make()), rtol=1e-4)
 
 
-# Transformations of other libraries: what they are given, and what is said of those that do not fit.
+# Transformations of other libraries: what they are given, and what is said of those that do not
+# fit.
 
 
 class Transformation(NamedTuple):
@@ -286,18 +335,17 @@ def grown(updates: Any, state: Any, params: Any) -> Any:
     [
         (Transformation(lambda p: {}, raising(TypeError("another"))), TypeError, "another"),
         (Transformation(lambda p: {}, needy), TypeError, NEEDS),
-        (Transformation(lambda p: {"a": jnp.ones(())}, grown), ValueError, "transformation: its update returned "
-         "['optax/a', 'optax/b'], its init returned ['optax/a']; a compiled step needs the same structure after each "
-         "update"),
+        (Transformation(lambda p: {"a": jnp.ones(())}, grown), ValueError,
+         "transformation: its update returned ['optax/a', 'optax/b'], its init returned "
+         "['optax/a']; a compiled step needs the same structure after each update"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit(transformation: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind) as caught:
         apply(transformation, {"w": jnp.ones(2)}, {"w": jnp.ones(2)})
     assert str(caught.value) == message
-    assert any("train with jstep.minimize" in one for one in getattr(caught.value, "__notes__", ())) == (
-        message == NEEDS
-    )
+    notes = getattr(caught.value, "__notes__", ())
+    assert any("train with jstep.minimize" in one for one in notes) == (message == NEEDS)
 
 
 def test_the_loss_as_a_function_is_that_of_the_step_and_has_its_derivative() -> None:
@@ -312,12 +360,21 @@ def test_the_loss_as_a_function_is_that_of_the_step_and_has_its_derivative() -> 
 
     found: dict[str, Any] = {}
 
-    def update(updates: Any, state: Any, params: Any, *, value: Any, grad: Any, value_fn: Any) -> Any:
-        found.update(value=value, grad=grad, loss=value_fn(params), slope=jax.grad(value_fn)(params))
+    def update(
+        updates: Any, state: Any, params: Any, *, value: Any, grad: Any, value_fn: Any
+    ) -> Any:
+        found.update(
+            value=value, grad=grad, loss=value_fn(params), slope=jax.grad(value_fn)(params)
+        )
         return updates, state
 
     context = jstep.Context(jnp.bfloat16(7), value_and_grad)
-    made = apply(Transformation(lambda params: {}, update), params, {"n": None, "w": jnp.ones(2), "v": None}, context)
+    made = apply(
+        Transformation(lambda params: {}, update),
+        params,
+        {"n": None, "w": jnp.ones(2), "v": None},
+        context,
+    )
     assert seen == [[("n", "int32"), ("v", "float32"), ("w", "bfloat16")]] * 2
     assert (found["value"].dtype, float(found["value"])) == (jnp.float32, 7)
     assert (found["loss"].dtype, float(found["loss"])) == (jnp.float32, 10)
@@ -331,12 +388,18 @@ def test_the_loss_as_a_function_is_that_of_the_step_and_has_its_derivative() -> 
 
 # What `dpsgd` makes of its deprecated argument `seed`.
 PRIVATE = optax.chain(
-    optax.contrib.differentially_private_aggregate(1.0, 0.5, jax.random.key(0)), optax.scale_by_learning_rate(0.1)
+    optax.contrib.differentially_private_aggregate(1.0, 0.5, jax.random.key(0)),
+    optax.scale_by_learning_rate(0.1),
 )
 
 
 @pytest.mark.parametrize("transformation", [PRIVATE, optax.multi_transform({"a": PRIVATE}, "a")])
-def test_a_transformation_of_the_gradients_of_examples_is_rejected_by_create(transformation: Any) -> None:
+def test_a_transformation_of_the_gradients_of_examples_is_rejected_by_create(
+    transformation: Any,
+) -> None:
     """A leaf with an axis would train on wrong numbers: the axis is taken for the examples."""
-    with pytest.raises(TypeError, match=r"^transformation: .*needs the gradient of each example.*jax\.vmap\(jax\.grad"):
+    with pytest.raises(
+        TypeError,
+        match=r"^transformation: .*needs the gradient of each example.*jax\.vmap\(jax\.grad",
+    ):
         jstep.TrainState.create({"w": jnp.ones(4)}, jstep.from_optax(transformation))

@@ -34,7 +34,9 @@ BLOCKS = {
     "noise": lambda: jstep.add_noise(0.01, 0.55, KEY),
     "scale": lambda: jstep.scale(0.3),
     "trust": jstep.scale_by_trust_ratio,
-    "stateless": lambda: jstep.stateless(lambda u, p, step: jstep.map_gradients(lambda x: 0.3 * x, u)),
+    "stateless": lambda: jstep.stateless(
+        lambda u, p, step: jstep.map_gradients(lambda x: 0.3 * x, u)
+    ),
     "by_hand": lambda: squared_descent(0.3),
 }
 AROUND = {
@@ -67,7 +69,8 @@ def test_masters_are_the_float32_run_on_the_same_gradients(name, sparse):
 
 
 def test_parameters_are_the_rounding_of_their_masters():
-    """XLA's default optimization, unlike that of the other tests, leaves out roundings between float32 operations."""
+    """XLA's default optimization, unlike that of the other tests, leaves out roundings between
+    float32 operations."""
     optimizer = jstep.master_weights(jstep.gradient_descent(0.1))
     draw = lambda seed, size: low({"w": size * jax.random.normal(jax.random.key(seed), (1 << 17,))})  # noqa: E731
     state = jstep.TrainState.create(draw(0, 0.1), optimizer)
@@ -75,7 +78,9 @@ def test_parameters_are_the_rounding_of_their_masters():
     step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer), compiler_options=options)
     for seed in (1, 2):
         state = step(state, draw(seed, 1.0))
-        np.testing.assert_array_equal(state.params["w"], state.slots["master"]["w"].astype(jnp.bfloat16))
+        np.testing.assert_array_equal(
+            state.params["w"], state.slots["master"]["w"].astype(jnp.bfloat16)
+        )
 
 
 def test_clipping_computes_in_float32_and_functions_keep_the_dtype():
@@ -88,7 +93,9 @@ def test_clipping_computes_in_float32_and_functions_keep_the_dtype():
         small = jstep.apply_gradients(small, {"w": g}, optimizer)
         full = jstep.apply_gradients(full, {"w": g.astype("float32")}, optimizer)
         np.testing.assert_array_equal(small.slots["momentum"]["w"], full.slots["momentum"]["w"])
-    assert jstep.clip_by_norm(g, 0.3).dtype == jstep.clip_by_value(g, -0.3, 0.3).dtype == jnp.bfloat16
+    assert (
+        jstep.clip_by_norm(g, 0.3).dtype == jstep.clip_by_value(g, -0.3, 0.3).dtype == jnp.bfloat16
+    )
 
 
 @pytest.mark.thorough
@@ -117,9 +124,13 @@ def test_stochastic_rounding_is_unbiased_and_reproducible():
 def test_stochastic_rounding_keeps_infinities_and_nan():
     params = {"w": jnp.array([jnp.inf, jnp.nan, 3.38e38, 1.0], jnp.bfloat16)}
     state = run_jstep(
-        jstep.stochastic_rounding(jstep.gradient_descent(1.0), KEY), [jax.tree.map(jnp.zeros_like, params)], params
+        jstep.stochastic_rounding(jstep.gradient_descent(1.0), KEY),
+        [jax.tree.map(jnp.zeros_like, params)],
+        params,
     )
-    np.testing.assert_array_equal(state.params["w"].astype(jnp.float32)[2:], params["w"].astype(jnp.float32)[2:])
+    np.testing.assert_array_equal(
+        state.params["w"].astype(jnp.float32)[2:], params["w"].astype(jnp.float32)[2:]
+    )
     assert not np.isfinite(state.params["w"].astype(jnp.float32)[:2]).any()
 
 
@@ -154,7 +165,9 @@ def test_loss_scale_changes_like_torch_grad_scaler(case):
     assert int(state.slots["start_step"]) == 102  # two updates were skipped
     plain = jstep.adam(0.1)
     np.testing.assert_allclose(
-        state.params["w"], run_jstep(plain, [{"w": jnp.ones(2)}] * 5, {"w": jnp.zeros(2)}).params["w"], rtol=1e-5
+        state.params["w"],
+        run_jstep(plain, [{"w": jnp.ones(2)}] * 5, {"w": jnp.zeros(2)}).params["w"],
+        rtol=1e-5,
     )
 
 
@@ -180,7 +193,9 @@ ACCEPTED = {
     "guard": lambda: jstep.skip_nonfinite(SCALED()),
     "masters": lambda: jstep.master_weights(SCALED()),
     "lookahead": lambda: jstep.lookahead(SCALED()),
-    "all": lambda: jstep.scope(jstep.skip_nonfinite(jstep.scope(jstep.master_weights(SCALED()), "t")), "s"),
+    "all": lambda: jstep.scope(
+        jstep.skip_nonfinite(jstep.scope(jstep.master_weights(SCALED()), "t")), "s"
+    ),
 }
 
 

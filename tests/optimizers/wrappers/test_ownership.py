@@ -27,7 +27,9 @@ def test_custom_optimizers_may_return_the_slots_they_got():
         return updates, {**slots, "calls": slots["calls"] + 1}
 
     custom = jstep.Optimizer(
-        lambda params, global_step=0: {"calls": jnp.zeros((), jnp.int32)}, custom_update, lambda step: {}
+        lambda params, global_step=0: {"calls": jnp.zeros((), jnp.int32)},
+        custom_update,
+        lambda step: {},
     )
     optimizer = jstep.chain(jstep.adam(0.1), jstep.scope(custom, "mine"), custom)
     state = update(jstep.TrainState.create(PARAMS, optimizer), optimizer)
@@ -38,7 +40,10 @@ def test_custom_optimizers_may_return_the_slots_they_got():
 
 def test_two_finished_updates_in_a_chain_warn():
     first, second = jstep.scope(jstep.adam(1.0), "a"), jstep.gradient_descent(0.1)
-    with pytest.warns(UserWarning, match=r"optimizers\[0\] makes finished updates, .*gradient ascent"):
+    with pytest.warns(
+        UserWarning,
+        match=r"optimizers\[0\] makes finished updates, .*gradient ascent",
+    ):
         optimizer = jstep.chain(first, second)
     state = jstep.TrainState.create({"w": 0.0}, optimizer)
     state = jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer)
@@ -49,10 +54,17 @@ def test_two_finished_updates_in_a_chain_warn():
     held = jstep.scope(jstep.gradient_descent(jstep.held("rate", 0.1)), "b")
     with pytest.warns(UserWarning, match="gradient ascent"):
         jstep.chain(jstep.skip_nonfinite(first), held)
-    custom = jstep.Optimizer(lambda p, global_step=0: {}, lambda u, s, p, n: (u, s), lambda n: {"x/learning_rate": 0.1})
+    custom = jstep.Optimizer(
+        lambda p, global_step=0: {}, lambda u, s, p, n: (u, s), lambda n: {"x/learning_rate": 0.1}
+    )
     with pytest.warns(UserWarning, match="gradient ascent"):
         jstep.chain(first, custom)
-    jstep.chain(first, jstep.clip_gradients(by_norm=1.0), jstep.decay_weights(0.1), jstep.scale_updates({"*": 0.5}))
+    jstep.chain(
+        first,
+        jstep.clip_gradients(by_norm=1.0),
+        jstep.decay_weights(0.1),
+        jstep.scale_updates({"*": 0.5}),
+    )
 
 
 def test_masks_inside_partition_match_against_all_params():
@@ -67,8 +79,13 @@ def test_masks_inside_partition_match_against_all_params():
     new = update(jstep.TrainState.create(PARAMS, optimizer), optimizer).params
     np.testing.assert_allclose(new["decoder"]["attn"], 0.5)
     np.testing.assert_allclose(new["head"], 1.0)
-    wrong = jstep.partition({"all": jstep.decay_weights(0.5, ["decoder/atn"])}, lambda path, leaf: "all")
-    with pytest.raises(ValueError, match=r"mask: 'decoder/atn' matches no parameter; nearest: 'decoder/attn'"):
+    wrong = jstep.partition(
+        {"all": jstep.decay_weights(0.5, ["decoder/atn"])}, lambda path, leaf: "all"
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"mask: 'decoder/atn' matches no parameter; nearest: 'decoder/attn'",
+    ):
         update(jstep.TrainState.create(PARAMS, wrong), wrong)
 
 
@@ -106,12 +123,16 @@ def near(one, other, within=0.01):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize(("old", "new"), [(PLAIN, COMPACT), (COMPACT, PLAIN), (MASTERS, COMPACT), (COMPACT, MASTERS)])
+@pytest.mark.parametrize(
+    ("old", "new"), [(PLAIN, COMPACT), (COMPACT, PLAIN), (MASTERS, COMPACT), (COMPACT, MASTERS)]
+)
 def test_a_state_is_converted_both_ways(dtype, old, new):
     before = trained(old, dtype, model_state={"seen": 3})
     made = jstep.repack(before, old, new)
     assert form(made) == form(jstep.TrainState.create(before.params, new, model_state={"seen": 3}))
-    assert jax.tree.structure(made) == jax.tree.structure(trained(new, dtype, 1, model_state={"seen": 3}))
+    assert jax.tree.structure(made) == jax.tree.structure(
+        trained(new, dtype, 1, model_state={"seen": 3})
+    )
     assert int(made.global_step) == 3
     for name in ("m", "v", "ExponentialMovingAverage"):
         near(jstep.get_slot(made, name), jstep.get_slot(before, name))
@@ -125,7 +146,10 @@ def test_the_master_goes_into_parameter_and_remainder_and_back():
     before = trained(MASTERS)
     made = jstep.repack(before, MASTERS, COMPACT)
     master = join_halves(made.params["w"], made.slots["remainder"]["w"])
-    assert np.max(np.abs(master - before.slots["master"]["w"]) / np.abs(before.slots["master"]["w"])) < 2**-16
+    assert (
+        np.max(np.abs(master - before.slots["master"]["w"]) / np.abs(before.slots["master"]["w"]))
+        < 2**-16
+    )
     again = jstep.repack(made, COMPACT, MASTERS)
     assert np.array_equal(again.slots["master"]["w"], master)
     assert np.array_equal(again.params["w"], master.astype(jnp.bfloat16))
@@ -145,11 +169,17 @@ def test_labels():
         return "a" if path == "w" else "b"
 
     old = jstep.partition({"a": MASTERS, "b": jstep.sgd(0.1, 0.9)}, labels)
-    new = jstep.partition({"a": COMPACT, "b": jstep.compact(jstep.sgd(0.1, 0.9), min_size=0)}, labels)
+    new = jstep.partition(
+        {"a": COMPACT, "b": jstep.compact(jstep.sgd(0.1, 0.9), min_size=0)}, labels
+    )
     before = trained(old)
     made = jstep.repack(before, old, new)
     assert {"a/remainder", "b/remainder", "a/m/scale", "b/momentum/scale"} <= set(made.slots)
-    near(join_halves(made.params["w"], made.slots["a/remainder"]["w"]), before.slots["a/master"]["w"], 2**-16)
+    near(
+        join_halves(made.params["w"], made.slots["a/remainder"]["w"]),
+        before.slots["a/master"]["w"],
+        2**-16,
+    )
 
 
 @pytest.mark.thorough(except_for=["old0-new0-bfloat16"])
@@ -166,7 +196,10 @@ def test_labels():
 def test_a_checkpoint_of_another_format_is_an_error_that_shows_repack(dtype, old, new, tmp_path):
     with jstep.Saver(tmp_path) as saver:
         saver.save(trained(old, dtype))
-        with pytest.raises(ValueError, match=r"jstep.repack\(state, old_optimizer, new_optimizer\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"jstep.repack\(state, old_optimizer, new_optimizer\)",
+        ):
             saver.restore(trained(new, dtype, 0))
         restored = saver.restore(trained(old, dtype, 0))
     assert restored == trained(old, dtype)
