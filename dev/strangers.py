@@ -634,10 +634,10 @@ def mutate(run, draw, outside):
         return kind, WEIGHTS
     if kind == "link in mid-run":
         return kind, [functools.partial(start_and_swap, outside=outside, chosen=draw.random())]
-    # Files of weights may be links, as those of the Hugging Face Hub are.
-    left_out = {"page.html", "weights.safetensors"}
+    # Files of weights and their index may be links, as those of the Hugging Face Hub are.
+    left_out = {run / "page.html", run / "weights.safetensors", *run.glob("shards/*")}
     victims = sorted(
-        path for path in run.rglob("*") if not path.is_symlink() and path.name not in left_out
+        path for path in run.rglob("*") if not path.is_symlink() and path not in left_out
     )
     victim = draw.choice(victims)
     change_kind(victim, draw, outside)
