@@ -55,15 +55,17 @@ def init():
 
 def loss_fn(params, tokens, labels):
     def layer(x, w):
-        q, k, v = jnp.split(
-            (jax.nn.standardize(x) @ w["qkv"]).reshape(*x.shape[:2], HEADS, -1), 3, axis=-1
-        )
+        # x is (rows · time, width): products of three axes make XLA's CPU backend transpose whole
+        # activations in the backward pass.
+        qkv = (jax.nn.standardize(x) @ w["qkv"]).reshape(*tokens.shape, HEADS, -1)
+        q, k, v = jnp.split(qkv, 3, axis=-1)
         x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ w["out"]
         return x + jax.nn.gelu(jax.nn.standardize(x) @ w["up"]) @ w["down"], None
 
-    x, _ = jax.lax.scan(layer, params["embed"][tokens], params["layers"])
+    x = params["embed"][tokens].reshape(-1, WIDTH)
+    x, _ = jax.lax.scan(layer, x, params["layers"])
     scores = jax.nn.log_softmax(jax.nn.standardize(x) @ params["embed"].T)
-    return -jnp.mean(jnp.take_along_axis(scores, labels[..., None], axis=-1))
+    return -jnp.mean(jnp.take_along_axis(scores, labels.reshape(-1, 1), axis=-1))
 
 
 def contender(layout, **options):

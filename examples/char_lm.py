@@ -102,14 +102,16 @@ def layer(x, weights):
     q, k, v = jnp.moveaxis(jnp.einsum("btd,dchk->btchk", normalize(x), weights["qkv"]), 2, 0)
     attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     x = x + jnp.einsum("bthk,hkd->btd", attended, weights["out"])
-    return x + jax.nn.relu(normalize(x) @ weights["up"]) @ weights["down"], None
+    # On two axes: with three, XLA's CPU backend transposes whole activations in the backward pass.
+    rows = normalize(x).reshape(-1, WIDTH)
+    return x + (jax.nn.relu(rows @ weights["up"]) @ weights["down"]).reshape(x.shape), None
 
 
 def predict(params, characters):
     """Logits of each next character; characters is (batch, time), time at most CONTEXT."""
     x = split_by_rows(params["embed"][characters] + params["position"][None, : characters.shape[1]])
     x, _ = jax.lax.scan(layer, x, params["layers"], unroll=True)
-    return normalize(x) @ params["unembed"]
+    return (normalize(x).reshape(-1, WIDTH) @ params["unembed"]).reshape(*characters.shape, -1)
 
 
 def loss_fn(params, windows):
