@@ -3,18 +3,17 @@
 `jstep.train` is such a loop with an empty body. Read `Run._iterate` first: it is the whole loop.
 `course.py` lists the states of a run, `stopping.py` how it ends at each moment.
 
-Entering the block pushes on one stack whatever its end has to undo. The stack is unwound in reverse
-order, so read this table from its last row up:
+Entering the block pushes on one stack whatever its end has to undo. The last row is undone first:
 
 | pushed | at the end of the block |
 |---|---|
 | `_enter_settings` | the mesh, the log, the cache of programs and the warnings are as before it |
 | `_agree_and_exit` | a signal that arrived while the run closed raises its exception last |
-| `signals.end` | previous signal handlers are set again; not earlier: the record may close slowly |
+| `signals.end` | the previous signal handlers are back; not earlier: the record may close slowly |
 | each observer | the record, progress line and watch for stalls close: they saw how the run ended |
 | `_close_hooks` | `failed`, `closed` and `close` of the user's hooks |
-| `_wait_for_background` | it waits for the calls of `saved` in another thread |
-| `context.closing` | what `open_run` has opened: batches, compilations, logs, checkpoints |
+| `_wait_for_background` | the calls of `saved` in another thread are waited for |
+| `context.closing` | what `open_run` has opened closes: batches, compilations, logs, checkpoints |
 | `_release` | the state is dropped, so that closing needs no device memory |
 | `_rescue` | after an error, the state is saved if it may be, and attached to the error |
 """
@@ -214,14 +213,14 @@ class Run(Generic[P]):
         values = place_with_params(trees.copy_numpy(state, "state"))
         self._context = RunContext(options, given, stages, values, times, has_body=self._has_body)
         self._stack: contextlib.ExitStack | None = None
-        self._owner: _Owner | None = None  # what has entered it
+        self._owner: _Owner | None = None
         # Until `__enter__`, an empty generator, as `_release` calls its `close`.
         self._iterator: Generator[int, None, None] = (step for step in range(0))
-        # When a body that makes its batches began, or went on, by the stopwatch.
+        # When the body last resumed, by the stopwatch; only if it makes the batches.
         self._body_resumed_at = 0.0
-        # The last position, from the end of the loop on, or from its error. Here and not in the
-        # `Course`, which hooks and observers refer to in cycles: so the last state is freed as soon
-        # as the user drops the run.
+        # The last position, set when the loop ends or fails. It is kept here and not in the
+        # `Course`, which hooks and observers refer to in cycles: from here, the last state is freed
+        # as soon as the user drops the run.
         self._outcome = LoopState(0, None)
 
     # What a loop uses.
@@ -260,8 +259,9 @@ class Run(Generic[P]):
     def stop(self, by: str = "the loop") -> None:
         """End the run after this iteration; `by` is the reason that the record gives."""
         context = self._context
-        if context.step < context.course.stop_step:  # else the run has reached its end
-            context.stop(as_string(by, "by"))
+        if context.step >= context.course.stop_step:
+            return  # it ends anyway: the record must not say that it was stopped
+        context.stop(as_string(by, "by"))
 
     def __iter__(self) -> Iterator[int]:
         """Return the iterator over the rest of the run, which yields the step of `state`."""
@@ -269,7 +269,7 @@ class Run(Generic[P]):
             raise RuntimeError(
                 "Run: must be entered first: with jstep.Run(…) as run: for step in run: …"
             )
-        # A run that is over yields nothing, to anybody.
+        # Any thread may iterate over a run that is over: it yields nothing.
         if self._owner != _Owner.current() and not self._context.course.is_over:
             raise RuntimeError(
                 "Run: must be iterated over by the process and the thread that entered it"
@@ -393,17 +393,18 @@ class Run(Generic[P]):
         context = self._context
         course = context.course
         if context.in_flight.is_check_due:
-            # It waits for the device: a stall must not blame the batches.
+            # This waits for a call that was made long ago. If the device hangs, the report of the
+            # stall must not name the batches.
             course.activity = Activity.CALLING
-            context.in_flight.make_room()  # waits for a call that was made long ago
+            context.in_flight.make_room()
         if context.signals.received is not None and chunk.can_interrupt:
             context.signals.check()  # it arrived since the batch was fetched
         course.activity = Activity.CALLING
         state, metrics = self._run_chunk(course.position.state, chunk)
         step = chunk.first + chunk.steps
         course.position = LoopState(step, state, metrics, chunk.program.rows)
-        # `course.forbid_saves()`, inlined. Only now: if tracing or compiling the step fails, the
-        # state is still that between two iterations, and is saved.
+        # `course.forbid_saves()`, inlined. Not before the call: if tracing or compiling the step
+        # fails, the state is still that between two iterations, and is saved.
         course.status = WITHIN
         context.in_flight.add(chunk.first, step, state, metrics)
         for listener in context.components.dispatch.due_listeners:
@@ -427,8 +428,8 @@ class Run(Generic[P]):
         if self._loop_batches is None:
             context.watch.end_body(Activity.BODY)
         else:
-            # The time of the body between two of its steps: a body that hangs is found by
-            # comparison with these.
+            # How long the body took between two of its steps. Stalls of the body are found by
+            # comparison with these times.
             context.watch.record(Activity.BODY, self._body_resumed_at)
             self._switch_to_calls()
 
@@ -440,7 +441,7 @@ class Run(Generic[P]):
     def _has_duty(self) -> bool:
         """Whether there is something to do before the next iteration; mostly, there is not.
 
-        On several processes there always may be: they agree on signals only if all ask after each
+        On several processes there always may be: to agree on a signal, all must poll after each
         call.
         """
         context = self._context
@@ -457,19 +458,22 @@ class Run(Generic[P]):
         """Save if due, and obey a signal; return whether another iteration follows.
 
         The save comes first: a signal that arrives meanwhile is obeyed here, and not a step later.
-        At the last step there is none: it would lack the last rows of logs, and the end saves.
+        The last step is not saved here, without the last rows of logs, but by the end of the run.
         """
         context = self._context
         course = context.course
         runner = context.components.runner
-        # Of several processes only one may have failed to write a log. It asks all to stop, as for
-        # a signal, and its error is raised where they do. On one process, `stop_all` returns False,
-        # and the error is raised below.
-        defers_failures = bool(context.failures) and context.signals.stop_all()
-        if course.has_next and course.position.step >= context.timetable.next_save:
-            runner.save(raises_failures=not defers_failures)
-        elif course.has_next and context.failures and not defers_failures:
-            runner.raise_log_errors()
+        defers_failures = False
+        if context.failures:
+            # Of several processes only one may have failed to write a log. It asks all to stop, as
+            # for a signal, and its error is raised where they do. On one process, `stop_all`
+            # returns False, and the error is raised below.
+            defers_failures = context.signals.stop_all()
+        if course.has_next:
+            if course.position.step >= context.timetable.next_save:
+                runner.save(raises_failures=not defers_failures)
+            elif context.failures and not defers_failures:
+                runner.raise_log_errors()
         if context.signals.poll_stop_signal():
             course.leave()
         return course.has_next
@@ -481,7 +485,8 @@ class Run(Generic[P]):
         context = self._context
         course = context.course
         runner = context.components.runner
-        # The loop has ended, though another iteration would follow.
+        # Both are read before `course.end()` changes the status. If the loop has ended though
+        # another iteration would follow, there is no batch for it.
         are_batches_used_up = course.has_next
         is_left_before_first = course.status == READY
         course.end()
@@ -497,7 +502,7 @@ class Run(Generic[P]):
             # done nothing, and so ends well. If its checkpoint owes `end`s, it still owes them:
             # nothing here marks them as made.
             course.is_finished = True
-        elif not make_end(context):
+        elif not make_end(context):  # a signal has cut it short
             stopping.exit_on_signal(context)
         # Polled again, as the `end`s may have taken minutes. If they have run, that is saved, and a
         # restart does not make them again.
@@ -555,14 +560,19 @@ class Run(Generic[P]):
 
     @shortens_tracebacks
     def __exit__(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
-        failure = self._context.course.take_failure()
-        ends_like_break = error is not failure and self._has_closed_generator(error)
+        course = self._context.course
+        failure = course.take_failure()
+        # A `GeneratorExit` that the loop has not raised closes a generator around the block.
+        # Between two iterations, the block then ends as by `break`. In the body, half an iteration
+        # is left, which must not be saved.
+        closes_generator = isinstance(error, GeneratorExit) and error is not failure
+        ends_like_break = closes_generator and course.status != WITHIN
         stack = self._stack
         if stack is None or self._owner is None:
             return
         if self._owner.process != os.getpid():  # the body has forked; the run belongs to the parent
             return
-        # It may be open; its duration is not recorded, as it may have ended early.
+        # The block may have left a body, whose time is not recorded: it may have ended early.
         self._context.watch.end_body()
         if error is not None and not ends_like_break:
             stack.__exit__(kind, error, trace)
@@ -576,20 +586,12 @@ class Run(Generic[P]):
             finally:
                 del failure  # breaks the reference cycle with this frame, which its traceback holds
 
-    def _has_closed_generator(self, error: BaseException | None) -> bool:
-        """Whether a generator around the block was closed between two iterations.
-
-        Then the block ends as by `break`. The loop itself has not raised `error`. A generator that
-        is closed at a `yield` of the body leaves half an iteration, which must not be saved.
-        """
-        return isinstance(error, GeneratorExit) and self._context.course.status != WITHIN
-
     def _enter_settings(self, stack: contextlib.ExitStack) -> None:
         progress = self._context.options.progress
-        # In a notebook, the progress bar shows what lines of level INFO would.
-        level = (
-            logging.WARNING if progress is None and interactive.is_notebook() else logging.NOTSET
-        )
+        level = logging.NOTSET
+        if progress is None and interactive.is_notebook():
+            # The progress bar shows what lines of level INFO would.
+            level = logging.WARNING
         stack.enter_context(overriding_mesh(mesh_of(self._context.state)))
         if progress is not False and processes.is_process_0():
             stack.enter_context(log_to_stderr(level))
@@ -617,7 +619,7 @@ class Run(Generic[P]):
     def _release(self) -> None:
         """Let the observers read the last state, then drop it and all that holds it.
 
-        What still closes only writes.
+        Whatever closes after this only writes.
         """
         context = self._context
         for observer in context.observers:
@@ -639,6 +641,7 @@ class Run(Generic[P]):
         if error is None:
             signals.agree_at_end()
         elif isinstance(error, Exception) and not hasattr(error, "state") and state is not None:
+            # Raised while the run closed: an earlier error has got its state in `_rescue`.
             stopping.note_closing(context, error, state)
         if signals.received is not None and not signals.is_obeyed:
             stopping.exit_after_closing(context, state)

@@ -14,9 +14,9 @@ from jstep.state.train_state import TrainState
 
 
 class _RunWithoutBody(Run[P]):
-    """A run whose steps have no body after their hooks.
+    """A run whose steps have no body after their hooks, so that a signal may abandon an evaluation.
 
-    So a signal may abandon an evaluation.
+    It is a subclass, as an argument of `Run` would be public.
     """
 
     _has_body = False
