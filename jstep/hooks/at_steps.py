@@ -40,9 +40,8 @@ def every(n: int, fn: Callable[[int, TrainState, Metrics], "bool | TrainState | 
         raise TypeError(
             f"n={format_value(n)}: must be a number of steps; the arguments are every(n, fn)"
         )
-    return _Every(
-        as_int(n, "n", 1, "a number of steps"), as_function(fn, "fn", "(step, state, metrics)")
-    )
+    n = as_int(n, "n", 1, "a number of steps")
+    return _Every(n, as_function(fn, "fn", "(step, state, metrics)"))
 
 
 class _Every(Hook):
@@ -52,7 +51,9 @@ class _Every(Hook):
         self.name = f"every({n}, {getattr(fn, '__qualname__', type(fn).__name__)})"
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
-        return self._fn(step, state, metrics) if step % self._n == 0 else None
+        if step % self._n != 0:
+            return None
+        return self._fn(step, state, metrics)
 
     def next_due(self, step: int) -> int:
         return next_multiple(step, self._n)
@@ -78,12 +79,12 @@ class StopAtStepHook(RunHook):
             raise ValueError(
                 f"num_steps={num_steps}, last_step={last_step}: give exactly one of them"
             )
-        self._num_steps = (
-            None if num_steps is None else as_int(num_steps, "num_steps", 1, "a number of steps")
-        )
-        self._last_step = (
-            None if last_step is None else as_int(last_step, "last_step", 1, "a number of steps")
-        )
+        if num_steps is not None:
+            num_steps = as_int(num_steps, "num_steps", 1, "a number of steps")
+        if last_step is not None:
+            last_step = as_int(last_step, "last_step", 1, "a number of steps")
+        self._num_steps = num_steps
+        self._last_step = last_step
 
     def begin(self, state: TrainState) -> bool:
         super().begin(state)
@@ -152,7 +153,7 @@ class ProfilerHook(RunHook):
 
     def _reset(self) -> None:
         self._running = False
-        self._is_refused = False  # because another trace was running: no other try is made
+        self._is_refused = False  # another trace was running: this one is given up
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)

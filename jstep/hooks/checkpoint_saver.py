@@ -57,8 +57,11 @@ class CheckpointSaverHook(SaverHook):
         self._checks = as_functions(before_save, "before_save", "of the step")
         # A Saver that was passed belongs to the caller; one of a directory is closed with each run,
         # and opened again.
-        self._directory = None if isinstance(saver, Saver) else saver
-        self.saver = saver if isinstance(saver, Saver) else Saver(saver)
+        self._directory: str | os.PathLike[str] | None = None
+        if not isinstance(saver, Saver):
+            self._directory = saver
+            saver = Saver(saver)
+        self.saver = saver
         self._is_closed = False
         self._saved: LatestSave | None = None
 

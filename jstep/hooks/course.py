@@ -114,17 +114,16 @@ class Course:
         is_restored: Whether the run began from a checkpoint of its own.
         body_taken_at: The latest step that owes no body: its body has begun, or it has none. None
             if the restored step may owe one.
-        last_iteration: The step at which the iterations were over last, also those of an earlier
-            start.
-        ended_at: The step at which all `end`s were made last, also by an earlier start: the mark in
-            its checkpoint.
+        last_iteration: The latest step at which the iterations were over, in this start or an
+            earlier one.
+        ended_at: The latest step at which all `end`s have been called, by this start or, as its
+            checkpoint says, an earlier one.
         is_finished: Whether the run has ended well, and its last checkpoint is on disk, unless a
             hook forbade it.
         failure: The error that ends the run, until the block of the user is left: the block may
             swallow it.
         replacements: The number of times that the body or a hook has replaced a leaf of the state.
-        on_replaced: Told of each time, with the step, what replaced it, the state before and the
-            new one.
+        on_replaced: Called each time, with the step, what replaced it, the old and the new state.
     """
 
     def __init__(
@@ -187,14 +186,14 @@ class Course:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all `end`s of this step were made, by this start or an earlier one."""
+        """Whether all `end`s of this step were called, by this start or an earlier one."""
         return self.ended_at == self.position.step
 
     @property
     def owes_end(self) -> bool:
-        """Whether the `end`s of this step are still to be made.
+        """Whether the `end`s of this step are still to be called.
 
-        A start that takes no step still makes the `end`s in which an earlier start was killed, but
+        A start that takes no step still calls the `end`s in which an earlier start was killed, but
         none in mid-run.
         """
         return self.has_made_last_iteration and not self.has_ended
@@ -213,16 +212,16 @@ class Course:
         """Set the state that the run begins with, once it is read.
 
         A restored run may owe the body of its step (`owes_body`). It does not if all `end`s were
-        made there, as the body ran before them, nor if the checkpoint says that the body has run:
-        an `end` has failed after it.
+        called there, as the body ran before them, nor if the checkpoint says that the body has run:
+        then an `end` failed after it.
         """
         step = self.first
         self.set_state(state)
         self.last_iteration = origin.extra.get(LAST_ITERATION)
         self.ended_at = origin.extra.get(ENDED)
         self.is_restored = origin.is_restored
-        without_body = (self.ended_at, origin.extra.get(LAST_BODY))
-        may_owe_body = origin.is_restored and step not in without_body
+        has_run_body = step in (self.ended_at, origin.extra.get(LAST_BODY))
+        may_owe_body = origin.is_restored and not has_run_body
         self.body_taken_at = None if may_owe_body else step
 
     def set_ready(self) -> None:
@@ -239,7 +238,7 @@ class Course:
     def forbid_saves(self) -> None:
         """→ `WITHIN`, before code of the user.
 
-        What that does is saved once all of the iteration has been done.
+        Its effects are saved once the whole iteration has been done.
         """
         self.status = WITHIN
 
@@ -326,7 +325,9 @@ class Course:
         self.position = self.position._replace(state=state)
         if author is None:
             return
-        if _differ(old_state, state):
+        # Compared by identity, as the leaves of the old state may have been donated.
+        leaves = zip(trees.flatten(old_state)[0], trees.flatten(state)[0], strict=True)
+        if any(old is not new for old, new in leaves):
             self.replacements += 1
         self.on_replaced(step, author, old_state, state)
 
@@ -341,7 +342,7 @@ class Course:
         self.status = LEAVING
 
     def end(self) -> None:
-        """→ `ENDING`: no iteration follows. A run that leaves by a signal goes on leaving."""
+        """→ `ENDING`: no iteration follows. A run that leaves by a signal stays `LEAVING`."""
         if self._is_at_last_iteration():
             self.last_iteration = self.position.step
         if not self.is_leaving:
@@ -380,11 +381,5 @@ class Course:
         return error
 
 
-def _differ(old_state: Tree, new_state: Tree) -> bool:
-    """Whether a leaf is another array. None is read, as the one before may have been donated."""
-    pairs = zip(trees.flatten(old_state)[0], trees.flatten(new_state)[0], strict=True)
-    return any(old is not new for old, new in pairs)
-
-
 def _ignore(step: int, author: str, old_state: Tree, new_state: Tree) -> None:
-    """Nobody is told."""
+    """The default of `on_replaced`."""

@@ -158,30 +158,36 @@ _FILE_METHODS = ("flush", "close")
 _ALL_METHODS = (*_HOOK_METHODS, *_CALLBACK_METHODS, *_FILE_METHODS)
 
 _NAMES_ELSEWHERE = {
-    **dict.fromkeys(
-        ("on_train_begin", "on_train_start", "on_fit_start", "after_create_session", "setup"),
-        "begin",
-    ),
-    **dict.fromkeys(
-        ("on_train_batch_begin", "on_train_batch_start", "on_batch_begin"), "before_step"
-    ),
-    **dict.fromkeys(("on_step_begin", "before_run"), "before_step"),
-    **dict.fromkeys(
-        ("on_train_batch_end", "on_batch_end", "on_step_end", "after_run", "on_epoch_end"),
-        "after_step",
-    ),
-    **dict.fromkeys(("on_train_end", "on_fit_end"), "end"),
-    **dict.fromkeys(("on_save_checkpoint", "state_dict"), "get_state"),
-    **dict.fromkeys(("on_load_checkpoint", "load_state_dict"), "set_state"),
-    **dict.fromkeys(("on_exception",), "failed"),
-    **dict.fromkeys(("teardown",), "closed"),
+    "on_train_begin": "begin",
+    "on_train_start": "begin",
+    "on_fit_start": "begin",
+    "after_create_session": "begin",
+    "setup": "begin",
+    "on_train_batch_begin": "before_step",
+    "on_train_batch_start": "before_step",
+    "on_batch_begin": "before_step",
+    "on_step_begin": "before_step",
+    "before_run": "before_step",
+    "on_train_batch_end": "after_step",
+    "on_batch_end": "after_step",
+    "on_step_end": "after_step",
+    "after_run": "after_step",
+    "on_epoch_end": "after_step",
+    "on_train_end": "end",
+    "on_fit_end": "end",
+    "on_save_checkpoint": "get_state",
+    "state_dict": "get_state",
+    "on_load_checkpoint": "set_state",
+    "load_state_dict": "set_state",
+    "on_exception": "failed",
+    "teardown": "closed",
 }
 """Method of a callback of Keras, Lightning, the Hugging Face Trainer or `tf.train` → that of a
 hook."""
 
 _SIMILAR = 0.84
-"""How similar a name must be to that of a method to be taken for it; `is_closed` is 0.8 like
-`closed`."""
+"""The similarity from which on a name is taken for a misspelled method; that of `is_closed` and
+`closed`, which is no mistake, is 0.8."""
 
 
 def check_spellings(
@@ -193,7 +199,7 @@ def check_spellings(
         hook: The object.
         argument: What the error calls it.
         kind: What the object should be, with its article.
-        known: The methods that are called of such an object.
+        known: The methods that are called on such an object.
     """
     missing = [name for name in known if not defines(hook, name)]
     for name in _own_methods(hook):
@@ -226,8 +232,8 @@ def _own_methods(hook: object) -> list[str]:
 
 
 def _nearest(name: str, missing: Sequence[str]) -> str:
-    """Return the method that a name is a misspelling of; empty if it is none."""
-    if name == "get_stats":  # a word of its own, one letter beside `get_state`
+    """Return the method that a name is a misspelling of; empty if it is not one."""
+    if name == "get_stats":  # one letter beside `get_state`, and meant
         return ""
     for known in missing:
         if _letters(name) == _letters(known):
@@ -237,7 +243,7 @@ def _nearest(name: str, missing: Sequence[str]) -> str:
 
 
 def _letters(name: str) -> str:
-    """Return what is the same in `after_step`, `afterStep` and `on_after_step`."""
+    """Return the same letters for `after_step`, `afterStep` and `on_after_step`."""
     return name.removeprefix("on_").replace("_", "").casefold()
 
 
@@ -249,10 +255,11 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
     checked = list(hooks)
     first_index: dict[int, int] = {}
     for i, hook in enumerate(checked):
-        if first_index.setdefault(id(hook), i) != i:
+        first = first_index.setdefault(id(hook), i)
+        if first != i:
             raise ValueError(
                 f"hooks[{i}]={format_value(hook)}: must be another object than "
-                f"hooks[{first_index[id(hook)]}], or each step would call it "
+                f"hooks[{first}], or each step would call it "
                 "twice; leave it out, or make a second one"
             )
         if isinstance(hook, type):
@@ -281,12 +288,14 @@ def _is_hook(hook: object) -> bool:
 
 
 def _name_in_jstep(hook: object) -> str:
-    """Say which method of a hook is called like one that an object has instead."""
+    """Name the method of a hook that an object has under another name, for an error message."""
     names = [name for name in _NAMES_ELSEWHERE if callable(getattr(hook, name, None))]
     if names:
         return f": {names[0]} is {_NAMES_ELSEWHERE[names[0]]} here"
     for name, value in getattr(hook, "__dict__", {}).items():  # a namespace of functions
-        meant = "" if name.startswith("_") or not callable(value) else _nearest(name, _ALL_METHODS)
+        if name.startswith("_") or not callable(value):
+            continue
+        meant = _nearest(name, _ALL_METHODS)
         if meant:
             return f": {name} is none, {meant} is one"
     return ""
@@ -335,20 +344,19 @@ def as_returned_state(other: TrainState, state: TrainState, step: int, subject: 
         for (path, leaf), (_, old_leaf) in zip(new, old, strict=True):
             leaves.append(_placed_like(leaf, old_leaf, path, subject))
         leaves = _copy_shared(leaves)
-        if (
-            other.global_step is not state.global_step
-            and int(np.asarray(other.global_step)) != step
-        ):
-            raise ValueError(
-                f"{subject} a state at step {int(np.asarray(other.global_step))}: must be at "
-                f"step {step}; only the run takes steps: in a loop, by "
-                "run.train_step(*batch) if it is given no batches"
-            )
+        if other.global_step is not state.global_step:
+            new_step = int(np.asarray(other.global_step))
+            if new_step != step:
+                raise ValueError(
+                    f"{subject} a state at step {new_step}: must be at "
+                    f"step {step}; only the run takes steps: in a loop, by "
+                    "run.train_step(*batch) if it is given no batches"
+                )
     return jax.tree.unflatten(trees.structure(state), leaves)
 
 
 def _copy_shared(leaves: list[Any]) -> list[Any]:
-    """Copy an array that is at a second place, such as parameters that a target network takes over.
+    """Copy each array that is there twice, such as parameters that become a target network's.
 
     The next step donates each leaf, and XLA refuses to donate one buffer twice.
     """
@@ -369,7 +377,9 @@ def _placed_like(leaf: Any, old_leaf: Any, path: str, subject: str) -> Any:
     leaf = trees.native(leaf, path, subject)
     if not trees.is_array(leaf) or leaf.shape != old_leaf.shape or leaf.dtype != old_leaf.dtype:
         want = f"{old_leaf.dtype} of shape {old_leaf.shape}"
-        got = f"{leaf.dtype} of shape {leaf.shape}" if trees.is_array(leaf) else describe_type(leaf)
+        got = describe_type(leaf)
+        if trees.is_array(leaf):
+            got = f"{leaf.dtype} of shape {leaf.shape}"
         raise ValueError(f"{subject} a state whose {path!r} is {got}: must be {want}, as before")
     if trees.is_weak(leaf):
         leaf = leaf.astype(leaf.dtype)  # otherwise the step would be compiled again
@@ -378,4 +388,5 @@ def _placed_like(leaf: Any, old_leaf: Any, path: str, subject: str) -> Any:
     # A NumPy array in place of an uncommitted array stays uncommitted, or the step would be
     # compiled again.
     is_placed = getattr(old_leaf, "committed", True) or isinstance(leaf, jax.Array)
-    return jax.device_put(trees.copy_numpy(leaf, subject), old_leaf.sharding if is_placed else None)
+    sharding = old_leaf.sharding if is_placed else None
+    return jax.device_put(trees.copy_numpy(leaf, subject), sharding)

@@ -163,9 +163,9 @@ def _records_by_identity(
     for record in states:
         reader.check(_state_of(record), record, _STATE_KEYS)
         identity = _HookIdentity(record["key"], record["class"])
-        # Perhaps the hook had no `key` then, and has now the one that it had without; not if
-        # another one had it then. And not by the key alone: another hook may be given it, which
-        # would get the memory of one that is gone.
+        # The hook may have had no `key` when this was saved, and its name may be its `key` now. Not
+        # if another hook was saved with that key. The class must match, too: otherwise another
+        # hook that is given this key would get the state of one that is gone.
         with_key = _HookIdentity(record["key"], None)
         heirs: Sequence[Any] = ()
         if identity not in hooks and record["key"] not in own_keys:
@@ -284,8 +284,8 @@ def _matched(
 
 
 def _settings(hook: object) -> dict[str, Any]:
-    # Of a subclass with a `get_state` of its own, too: two of them are told apart as those of its
-    # base class.
+    # Unlike `_format_of`, this includes subclasses with their own `get_state`: two of them are told
+    # apart like two of the built-in class.
     for cls in type(hook).__mro__:
         if cls in _FORMATS:
             settings = _FORMATS[cls].settings

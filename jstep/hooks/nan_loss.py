@@ -130,8 +130,11 @@ class NanLossHook(RunHook):
     def _check_interval(self, interval: Interval | None) -> None:
         if interval is None or self._is_bad or self._is_over_limit:
             return
-        with contextlib.nullcontext() if interval.is_ready() else self._run.watch.phase(STEPPING):
+        if interval.is_ready():
             totals = interval.totals
+        else:
+            with self._run.watch.phase(STEPPING):
+                totals = interval.totals
         if totals is None:
             return
         if self._bad_gradient is None:

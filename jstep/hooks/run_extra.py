@@ -94,14 +94,15 @@ SCHEMA: Mapping[str, Any] = {
 def run_extra(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     """Return the `extra` of a checkpoint, checked; an empty one if no run has written it.
 
-    What a user saves by hand, and what `KeepBest` saves, has no name of a run. Its keys are the
-    user's, or metrics, whatever they are called.
+    A checkpoint that a user or `KeepBest` saved has no name of a run. Its keys are the user's, or
+    metrics, even if they are called like a run's.
 
     Raises:
         CorruptedCheckpointError: It is not what a run writes.
     """
     extra = checkpoint.extra
-    if not isinstance(extra, dict) or not _is_name(extra.get(RUN_KEY)):
+    name = extra.get(RUN_KEY) if isinstance(extra, dict) else None
+    if not isinstance(name, str) or not re.fullmatch(r"[0-9a-f]{8}", name):
         return {}
     for key, kind in SCHEMA.items():
         if key not in extra:
@@ -114,7 +115,3 @@ def run_extra(checkpoint: OpenCheckpoint) -> dict[str, Any]:
                 "what a run writes"
             ) from None
     return extra
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{8}", value) is not None

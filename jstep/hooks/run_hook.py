@@ -1,4 +1,4 @@
-"""The base class of built-in hooks, and what a run calls of them."""
+"""The base class of built-in hooks, and the functions by which a run calls them."""
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
@@ -19,9 +19,9 @@ from jstep.training.metrics import Metrics
 class RunHook(Hook, Cadenced):
     """Base class of built-in hooks, which only `train` calls.
 
-    A hook with a `_cadence` defines `_when_due`; `_phase` is what its calls are timed as,
-    `_instead` what to call in other loops. What a run calls beside the methods of `Hook` are the
-    functions below the class: a public name here would be shown to users by completion.
+    A hook with a `_cadence` defines `_when_due`. Its calls are timed as `_phase`; `_instead` says
+    what to do in other loops. Beside the methods of `Hook`, a run calls the functions below the
+    class: public methods here would be shown to users by completion.
     """
 
     _phase: str = HOOKS
@@ -66,13 +66,13 @@ class RunHook(Hook, Cadenced):
         """Called before the first step of a fresh run."""
 
     def _call_again(self, step: int, state: TrainState) -> Any:
-        """Called when a run resumes: make what a signal has interrupted at this step."""
+        """Called when a run resumes, to do what a signal has interrupted at this step."""
 
     def _owes_end(self, step: int) -> bool | None:
-        """Whether `end` has something to make at this step.
+        """Whether `end` still has something to do at this step.
 
-        If that is so after `end`, a signal has interrupted it. None if nothing in it is owed, or
-        can be interrupted.
+        If so even after `end`, a signal has interrupted it. None if `end` does nothing that a
+        signal could interrupt.
         """
         return None
 
@@ -117,7 +117,7 @@ class RunHook(Hook, Cadenced):
         self._given_run = None
 
 
-# What a run calls of a built-in hook beside the methods of `Hook`.
+# What a run calls beside the methods of `Hook`.
 
 
 def is_user_hook(hook: object) -> bool:
@@ -163,22 +163,21 @@ def owes_end(hook: object, step: int) -> bool | None:
 
 
 def may_return_state(hook: object) -> bool:
-    """Whether a hook may replace the state: any of the user's, and of jstep's those that say so."""
+    """Whether a hook may replace the state: any user's hook, and some built-in ones."""
     return hook._returns_state if isinstance(hook, RunHook) else True
 
 
 def name_of_stop(hook: object) -> str:
-    """Return what stops a run if a hook does.
-
-    It is a part of the hook, such as the callback of an evaluation, or the hook.
-    """
+    """Return the name of what stops a run if a hook does: the hook, or a callback in it."""
     part = hook._stopped_by if isinstance(hook, RunHook) else None
     return part or hook_name(hook)
 
 
 def example_counter(hook: object) -> Callable[..., int | None] | None:
     """Return the function of a hook that counts the examples of a batch; None if it has none."""
-    return hook._count_examples if isinstance(hook, RunHook) and hook._counts_examples else None
+    if isinstance(hook, RunHook) and hook._counts_examples:
+        return hook._count_examples
+    return None
 
 
 def sentence_without_step(hook: object) -> str:

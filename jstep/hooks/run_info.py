@@ -24,10 +24,7 @@ step."""
 
 
 class OpenComponents(Protocol):
-    """What hooks ask of a run once it is open.
-
-    `loop.run_context.RunComponents`, which the run has opened, answers it.
-    """
+    """What hooks use of an open run; implemented by `loop.run_context.RunComponents`."""
 
     @property
     def initial_contents(self) -> StateContents:
@@ -76,7 +73,7 @@ class RunInfo:
         failures: Errors of logs, and of best checkpoints.
         best_failure: The error of a best checkpoint, after which nothing is saved.
         in_flight: The calls that the device has not finished, and the step that it has.
-        pending: What `poll` has been given and still wants to be called, each with its hook.
+        pending: The functions given to `poll` that are still called, each with its hook.
         steps_by_rows: The number of steps by the size of their batches; None if it is not known.
         shared: What attached rooms keep for each other, by its class. The kernel reads none of it.
         checked_step: The latest step that the state was found to be at, as the loop was; None

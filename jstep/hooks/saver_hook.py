@@ -64,10 +64,10 @@ class LatestSave(NamedTuple):
 def may_save(
     run: RunInfo, step: int, state: TrainState, checks: Sequence[Callable[[int], bool | None]] = ()
 ) -> bool:
-    """Call all that want to be called before a save; return False if one of them prevents it.
+    """Call all checks before a save; return False if one of them prevents it.
 
-    They come before anything of the checkpoint is read: they deliver the rows of metrics, which are
-    part of it.
+    Nothing of the checkpoint may be read before: they deliver the rows of metrics, which are part
+    of it.
     """
     if processes.any_process(run.best_failure is not None):
         raise run.best_failure or RuntimeError(
@@ -84,7 +84,7 @@ def may_save(
 
 
 def write(run: RunInfo, saver: Saver, state: TrainState, extra: CheckpointExtra) -> None:
-    """Begin to write a checkpoint, of which the run's hooks are told once it is complete."""
+    """Begin to write a checkpoint; once it is complete, `saved` of the run's hooks is called."""
     engine_of(saver).set_listener(run.background)
     with internal_transfers():
         saver.save(state, extra=extra)

@@ -1,4 +1,4 @@
-"""When something is due in a run: `Timetable`, the only object that is asked."""
+"""When something is due in a run: only `Timetable` decides."""
 
 import math
 import operator
@@ -27,7 +27,8 @@ def next_call(hook: object, step: int) -> tuple[int, int]:
     if cadence.secs is not None:
         # Its seconds have a deadline of their own.
         return multiple, end
-    return (step + 1 if named is None else named), end
+    next_due = step + 1 if named is None else named
+    return next_due, end
 
 
 def _named_step(hook: Any, step: int) -> int | None:
@@ -51,7 +52,7 @@ class Entry:
     """A hook in a timetable.
 
     Attributes:
-        cadence: That of the hook when the run began; `next` follows one that a hook changes.
+        cadence: The hook's cadence when the run began; `next` is computed from its current one.
         next: The next step at which the hook is due by steps.
         deadline: The time at which it is due by seconds; infinite if it is not, or if all processes
             agree on it.
@@ -125,9 +126,9 @@ class Timetable:
     | the body of the loop | after each call, or at multiples of `body_interval` | `is_body_due` |
     | the end of a call of several steps | at the next hook, body or log line | `next_end` |
 
-    After each call it compares steps and reads clocks; a hook is asked for its next step only after
-    it was called, and once more for each call of several steps, where that ends. If all processes
-    must act together, their seconds are those of process 0 (`AgreedClock`).
+    After each call it compares steps and reads clocks. `next_due` of a hook is called only after
+    the hook was called, and to find where a call of several steps ends. If all processes must act
+    together, their seconds are those of process 0 (`AgreedClock`).
 
     Args:
         next_stage_start: `next_stage_start(step)`: the step at which the next stage begins; None if
@@ -138,8 +139,7 @@ class Timetable:
     Attributes:
         next_hook: The next step at which a hook that does not save is due.
         next_save: The next step at which a saver is due.
-        next_check: The step with which the next call begins after which the step of the state is
-            read.
+        next_check: The first step of the next call after which the step of the state is read.
         body_interval: The interval in steps at which the body runs; None for every call.
     """
 
@@ -173,7 +173,7 @@ class Timetable:
         return [*self._hooks, *self._savers]
 
     def update(self) -> None:
-        """Find the next steps anew, after hooks were called."""
+        """Update the next steps after hooks were called."""
         self.next_hook = min((entry.next for entry in self._hooks), default=NEVER)
         self.next_save = min((entry.next for entry in self._savers), default=NEVER)
 
@@ -182,7 +182,7 @@ class Timetable:
     def read_clocks(self, step: int) -> None:
         """Note what is due by seconds.
 
-        Each hook is asked again at its turn, as the ones before it may take long.
+        The clock of each hook is read again at its turn, as those before it may take long.
         """
         for entry in self._timed:
             if entry.cadence.clock() < entry.deadline:
@@ -193,9 +193,9 @@ class Timetable:
                 self.next_hook = step
 
     def due_hooks(self, step: int) -> Iterator[Entry]:
-        """Yield the hooks that are due, but for savers.
+        """Yield the hooks that are due, except savers.
 
-        Each is asked when those before it have been called.
+        Whether one is due is decided after those before it have been called.
         """
         return (entry for entry in self._hooks if entry.is_due(step))
 
@@ -203,10 +203,10 @@ class Timetable:
         return (entry for entry in self._savers if entry.is_due(step))
 
     def may_be_due_behind(self, hook: Any, step: int) -> Iterator[Any]:
-        """Yield the hooks behind this one that may be due, but for savers.
+        """Yield the hooks behind this one that may be due, except savers.
 
-        A hook with a clock counts as due: its clock can be asked only once, at its turn
-        (`AgreedClock`).
+        A hook with a clock counts as due: an `AgreedClock` can be read only once, at the hook's
+        turn.
         """
         is_behind = False
         for entry in self._hooks:
@@ -249,8 +249,8 @@ class Timetable:
     def next_end(self, hooks: Sequence[Any], step: int) -> int:
         """Return the next step at which a call of several steps ends.
 
-        It ends where one of all hooks, a log line or the body is due. This asks `next_due` again,
-        as other code may have changed a hook's mind, which then only ends a call earlier.
+        It ends where a hook, a log line or the body is due. This calls `next_due` again, as other
+        code may have changed its result; then the call only ends earlier.
         """
         body = Cadence(self.body_interval)
         end = min(self._lines.next_multiple(step), body.next_multiple(step))
