@@ -75,7 +75,7 @@ class BatchWatch(Observer):
     def on_close(self) -> None:
         """Hash the batch after the last checkpoint, if reading it changes nothing.
 
-        The step of that batch is not run any more.
+        Its step will not run, so that `_after_call` would not see it.
         """
         batches = self._run.components.batches.source.given if self._run.is_open else None
         step = self._step
@@ -116,14 +116,13 @@ class BatchWatch(Observer):
         else:
             # Of the start that saved the checkpoint, and of later ones, which may have read the
             # batch after it, too.
-            saved_by = run.origin.extra.get(PAST, {}).get(START) or [math.inf]
+            saved_by = run.origin.extra.get(PAST, {}).get(START)
+            first_number = saved_by[0] if saved_by else math.inf
             for start in earlier_starts(run):
-                if start["number"] >= saved_by[0]:
+                if start["number"] >= first_number:
                     known |= start["batches"]
-        self._hashes = {
-            **self._hashes,
-            **{step: entry for step, entry in known.items() if step.isdecimal()},
-        }
+        numbered = {step: entry for step, entry in known.items() if step.isdecimal()}
+        self._hashes = {**self._hashes, **numbered}
 
     def _drop_hashes_from(self, step: int) -> None:
         self._hashes = {known: entry for known, entry in self._hashes.items() if int(known) < step}

@@ -61,9 +61,8 @@ class EndedRates(Observer):
 
 def _warn_of_ended_rate(optimizer: Any, last_step: int) -> None:
     """Warn if all learning rates are 0 in the last two steps."""
-    # Steps 1 and `last_step // 2` may be before the stage: a schedule that ended before it began is
-    # 0 in all of the stage, and a mistake all the same. A rate that is 0 everywhere is none: it is
-    # meant to train nothing.
+    # Steps 1 and `last_step // 2` may be before the stage: a schedule that ended before the stage
+    # began is a mistake, too. A rate that is 0 everywhere is not: it is meant to train nothing.
     rates = _sample_rates(optimizer, [1, last_step // 2, last_step - 2, last_step - 1])
     if rates is None:
         return

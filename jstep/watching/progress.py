@@ -35,6 +35,9 @@ from jstep.training.metrics import LOSS, Metrics
 from jstep.watching.log_lines import LinesReplaced
 from jstep.watching.notebook import BarDetails, NotebookBar, ShownLines
 
+_WIDTH = 100
+"""The maximum number of characters of metrics beside the bar."""
+
 
 class Progress(Observer):
     """A progress bar in place of log lines: on a terminal, or with `train(progress=True)`."""
@@ -44,9 +47,9 @@ class Progress(Observer):
         wanted = run.options.progress
         self._hook: ProgressHook | None = None
         self._is_shown = wanted is not False and processes.is_process_0()
-        # `getattr`, as a program may have replaced `sys.stderr` by a stream with `write` and
-        # `flush` only.
-        is_terminal = getattr(sys.stderr, "isatty", bool)() and importlib.util.find_spec("tqdm")
+        # A program may have replaced `sys.stderr` by a stream that has only `write` and `flush`.
+        isatty = getattr(sys.stderr, "isatty", lambda: False)
+        is_terminal = isatty() and importlib.util.find_spec("tqdm")
         self._lines: ShownLines | None = None
         if self._is_shown and wanted is None and is_notebook():
             self._lines = ShownLines()
@@ -127,13 +130,14 @@ class ProgressHook(RunHook):
         self._names = frozenset({LOSS, *held_values(state.slots)})
         first = state_step(state)
         is_over = self._last_step is not None and first >= self._last_step
+        postfix = {} if is_over else {"postfix": "compiling"}
         self._bar = self._new_bar(
             total=self._last_step,
             initial=first,
             unit="step",
             file=self._file,
             dynamic_ncols=True,
-            **({} if is_over else {"postfix": "compiling"}),
+            **postfix,
         )
         self._run.poll(self, self._restart_clock)
 
@@ -151,16 +155,16 @@ class ProgressHook(RunHook):
         self._transfers.add(step, transfer, lambda _, ready: self._show(ready), self)
         self._transfers.deliver_ready()
         self._run.in_flight.drop_finished()
-        self._count(max(self._run.in_flight.finished, self._bar.n))
+        self._move_to(max(self._run.in_flight.finished, self._bar.n))
 
-    def _count(self, step: int) -> None:
+    def _move_to(self, step: int) -> None:
         self._bar.update(step - self._bar.n)
         self._bar.refresh()  # also if only the numbers have changed
 
     def end(self, step: int, state: TrainState) -> None:
         self._transfers = TransferQueue()
         self._show(self._numbers())
-        self._count(step)
+        self._move_to(step)
 
     def _numbers(self) -> dict[str, Any]:
         metrics = sorted_numbers(self._run.metrics or {})
@@ -218,12 +222,8 @@ class _NotebookHook(ProgressHook):
         )
 
     def close(self) -> None:
-        """End with the run; `finish` also shows the lines that are logged while it closes."""
+        """Leave the run. `finish` closes the bar later, with the lines logged meanwhile."""
         self._given_run = None
 
     def finish(self) -> None:
         super().close()
-
-
-_WIDTH = 100
-"""The maximum number of characters of metrics beside the bar."""

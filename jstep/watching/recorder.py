@@ -1,4 +1,4 @@
-"""The observer that records a start in a file of its own.
+"""The observer that records a start in its own file.
 
 Besides the loop, three kinds of threads use it: one writes the file every second, those of savers
 call `flush`, and one describes the start and each of its programs.
@@ -81,7 +81,7 @@ class Recorder(Observer):
         self._lock = threading.Lock()
         # Once the run is open, these belong to the tasks, which run one after the other.
         self._setup: dict[str, Any] = {}
-        # That of the restored checkpoint, until it is compared.
+        # The past in the restored checkpoint, until it is compared.
         self._saved_past: Mapping[str, Any] | None = None
         self._tasks = SerialTasks("jstep-setup", _not_recorded)
 
@@ -231,13 +231,13 @@ class Recorder(Observer):
                 self._begun_saves = [*self._begun_saves, save]
         has_past = self.run.origin.is_restored or PAST in extra
         if step <= self.run.course.first and has_past:
-            # No step was run: whoever resumes from here has to be compared with the start that
-            # trained this state.
+            # No step was run: a start that resumes from here is compared with the one that trained
+            # this state.
             return {key: extra[key] for key in (PAST, CONFIG, CODE) if key in extra}
         if not self._is_active():
             return {}
-        # As a function, which is called while the checkpoint is written: to hash the rows of the
-        # batches takes long.
+        # A function, which is called while the checkpoint is written, because hashing the rows of
+        # the batches takes long.
         kept: dict[str, Any] = {PAST: functools.partial(describe_past, self.run, step)}
         if self.run.options.config is not None:
             kept[CONFIG] = dict(self.run.options.config)
@@ -361,7 +361,7 @@ class Recorder(Observer):
         These are newer than the newest checkpoint.
         """
         saver = self.run.saver
-        # After a second signal the run does not wait for a save that goes on, and which may still
+        # After a second signal the run does not wait for a save in progress, which may still
         # succeed.
         if saver is None or self.run.signals.received_twice:
             return saves
@@ -393,8 +393,7 @@ def _end_earlier(file: StartFile, *, claimed: bool) -> None:
     start = file.earlier[-1] if file.earlier else None
     if start is None or start["problem"] or start["end"] is not None:
         return
-    # Whoever has claimed the checkpoints knows that no other start of this run lives, also on
-    # another host.
+    # With the claim of the checkpoints, no other start of this run can be alive, on any host.
     if claimed or is_alive(start["process"]) is False:
         file.end_earlier(
             start["number"], [KILLED, exit_reason(file.where, file.prefix, start["began"])]
@@ -411,8 +410,7 @@ def _outcome(run: RunContext, error: BaseException | None) -> tuple[str, str, st
     """Return how a start has ended, why, and the type of its exception."""
     signals = run.signals
     course = run.course
-    # Not a KeyboardInterrupt or an exit of the user's own, nor what an earlier signal has not
-    # caused.
+    # A KeyboardInterrupt or an exit of the user's own is no signal's, even if one came earlier.
     is_signal = error is not None and (signals.received_twice or signals.has_raised(error))
     if error is not None and (isinstance(error, Exception) or not is_signal):
         kind = type(error).__name__

@@ -52,9 +52,7 @@ def describe_past(run: RunContext, step: int) -> dict[str, Any]:
 def report_changes(
     run: RunContext, saved_past: Mapping[str, Any], setup: Mapping[str, Any], *, is_idle: bool
 ) -> None:
-    """Log what has changed.
-
-    It is a warning if the bits of the run change, and else a line if it is computed elsewhere.
+    """Log what has changed: a warning if it changes the bits of the run, else a plain line.
 
     Args:
         saved_past: The past in the checkpoint that is restored.
@@ -131,14 +129,15 @@ def _rate_change(run: RunContext, earlier: Start, step: int, bits: list[str]) ->
 
     If a schedule has changed, the other lines show its arguments, or its operations.
     """
+    if not bits or any(re.match(r"learning_rate(\[\d+\])?: ", line) for line in bits):
+        return []
     recorded_rate = None
     for saved_step, _, _, rate in earlier["saved"]:
         if saved_step == step:
             recorded_rate = rate
             break
     pure_step = step_function(run.train_steps.value_at(max(step - 1, 0)))
-    is_named = any(re.match(r"learning_rate(\[\d+\])?: ", line) for line in bits)
-    if not bits or recorded_rate is None or pure_step is None or is_named:
+    if recorded_rate is None or pure_step is None:
         return []
     with contextlib.suppress(Exception), internal_transfers():
         # The rate may be held in the state, or have another name.

@@ -1,4 +1,4 @@
-"""The observer that says that small updates of 16-bit parameters are rounded away."""
+"""The observer that reports when small updates of 16-bit parameters are rounded away."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ from jstep.training.watched_updates import known_updates
 
 
 class RoundedUpdates(Observer):
-    """The observer that looks at what the first call of a stage has updated.
+    """The observer that checks what the first call of a stage has updated.
 
-    Not at the parameters alone: a bfloat16 model below float32 adapters is not updated, and loses
-    nothing. Nor at a restart, whose first start has said it.
+    The dtypes of the parameters do not suffice: a bfloat16 model below float32 adapters is not
+    updated, and loses nothing. A restart is not checked, as the first start has reported it.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -39,7 +39,7 @@ class RoundedUpdates(Observer):
         ):
             return
         self._is_said = True
-        # Half of the smallest distance between neighbors, as a share of them.
+        # Half of the smallest relative distance between neighboring values, which is eps / 2.
         finfo: Any = jnp.finfo
         lost = min(float(finfo(dtype).eps) / 4 for dtype in found.rounded.values())
         logger.info(

@@ -1,9 +1,9 @@
 """The observer of stalls.
 
 It reports what each process waits for, and ends a run that stalls for too long. The loop does not
-call it. About once a second, in a thread of its own, it reads what the loop says that it is doing
-(`Course.activity`), what waiting threads say (`core.threads.doing`), and how long the same activity
-has lasted before (`Stopwatch.lasted`).
+call it. About once a second, a thread reads the activity of the loop (`Course.activity`) and of
+waiting threads (`core.threads.doing`), and how long the same activity has lasted before
+(`Stopwatch.lasted`).
 """
 
 import faulthandler
@@ -42,7 +42,7 @@ _HOST_WAITS = (_BATCH, _COMPILE, _START)
 """The kinds of waits of the main thread that are not for the device."""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LOOP = os.path.join(_PACKAGE, "running", "run.py")
-"""The file whose frames are the loop: what called them is the user's script, which waits for all of
+"""The file whose frames are the loop. Their callers are the user's script, which waits for all of
 the run."""
 _LIBRARIES = (
     *(path + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name),
@@ -141,9 +141,10 @@ class Wait(NamedTuple):
     due: float = 0.0
     part: str = ""
 
-    def goes_on(self, present: "Wait") -> bool:
-        earlier = (self.what, self.timing_key, self.taken)
-        return earlier == (present.what, present.timing_key, present.taken)
+    def is_same(self, other: "Wait") -> bool:
+        """Whether both are one wait, observed at two times."""
+        identity = (self.what, self.timing_key, self.taken)
+        return identity == (other.what, other.timing_key, other.taken)
 
 
 class StallWatch(Observer):
@@ -164,8 +165,8 @@ class StallWatch(Observer):
         self._thread = threads.Thread(target=self._watch, name="jstep-stalls", daemon=True)
         self._ident = threading.get_ident()
         self._wait = Wait(_START, "")
-        # The entry of the present stall in the record of the start, which `_record` replaces as the
-        # stall goes on.
+        # The entry of the present stall in the record of the start, which `_record` replaces while
+        # the stall lasts.
         self._recorded: dict[str, Any] | None = None
         if self._warn:
             try:
@@ -209,7 +210,7 @@ class StallWatch(Observer):
                 logger.debug("a look for stalls failed", exc_info=True)
 
     def _check(self, passed: float, idle: float) -> None:
-        self._follow(self._now(), passed, idle)
+        self._follow(self._current_wait(), passed, idle)
         if self._is_stall(self._wait):
             self._report(self._wait)
         else:
@@ -246,7 +247,7 @@ class StallWatch(Observer):
 
     # What the run waits for.
 
-    def _now(self) -> Wait:
+    def _current_wait(self) -> Wait:
         activities = threads.activities_of(self._ident)
         wait = self._wait_of_run(is_tracing=threads.TRACING in activities)
         unfinished = self.run.in_flight.unfinished()
@@ -258,7 +259,7 @@ class StallWatch(Observer):
         return _call(unfinished[0], unfinished[1] - 1)
 
     def _wait_of_run(self, *, is_tracing: bool) -> Wait:
-        """Say what the loop says that it is doing."""
+        """Return the wait of the loop, by the activity that it has set."""
         run = self.run
         course = run.course
         activity = course.activity
@@ -312,7 +313,7 @@ class StallWatch(Observer):
         return Wait(AGREEMENT, f"waiting for other processes to agree on {topic}", AGREEMENT)
 
     def _follow(self, present: Wait, passed: float, idle: float) -> None:
-        if self._wait.goes_on(present):
+        if self._wait.is_same(present):
             self._wait = self._wait._replace(
                 age=self._wait.age + passed, idle=self._wait.idle + idle
             )
@@ -362,14 +363,15 @@ class StallWatch(Observer):
         return wait.age > max(self._warn, longer, 2 * usual * (last + 1 - first))
 
     def _usual(self, wait: Wait) -> float | None:
-        """Return the usual seconds of the activity, of a call those of a step; None at first."""
+        """Return the usual seconds of an activity, or of one step of a call; None if unknown."""
         watch = self.run.watch
         if wait.timing_key is not None:
             return max(watch.lasted[wait.timing_key], default=None)
         if wait.kind == _COMPILE:
-            # That of another program: no time of a step tells how long it takes.
+            # The times of steps do not tell how long a program takes to compile.
             return None
-        seconds = [*(watch.lasted[WAITING] if wait.kind == _BATCH else self.run.in_flight.per_step)]
+        lasted = watch.lasted[WAITING] if wait.kind == _BATCH else self.run.in_flight.per_step
+        seconds = [*lasted]  # a copy, as the loop adds to it
         return statistics.median(seconds) if seconds else None
 
     # Messages.
@@ -377,11 +379,11 @@ class StallWatch(Observer):
     def _line(self, wait: Wait) -> str:
         usual = self._usual(wait)
         place = self._place(wait)
-        usually = "" if usual is None else f" (usually {_secs(usual)} s)"
-        text = (
-            f"{self._name} has been {wait.what} for {_secs(wait.age)} s{usually}"
-            f"{place and ': '}{place}"
-        )
+        text = f"{self._name} has been {wait.what} for {_secs(wait.age)} s"
+        if usual is not None:
+            text += f" (usually {_secs(usual)} s)"
+        if place:
+            text += f": {place}"
         return "; ".join([text, *self._elsewhere()])
 
     def _elsewhere(self) -> Iterator[str]:

@@ -114,8 +114,8 @@ def _arguments(options: Options, given: Options) -> dict[str, Any]:
     for field in dataclasses.fields(options):
         if field.name == "config":
             continue
-        # Places as they were spelled: an option of the program that is the same string is known as
-        # a place by that.
+        # Paths as the user spelled them: `record.differences` thereby recognizes the same string in
+        # `config` or the environment as a path of the run.
         source = given if field.name in PATH_OPTIONS else options
         arguments[field.name] = _argument(field.name, getattr(source, field.name))
     return arguments
@@ -201,7 +201,7 @@ def describe_program(
     for path, leaf in trees.leaves_with_paths(args):
         suffix = " weak" if getattr(leaf, "weak_type", False) else ""
         shapes.append(f"{path or 'batch'}: {type_text(leaf)}{suffix}")
-    # Each by itself, so that an entry that fails costs no other entry.
+    # In separate attempts, so that if one entry fails the others are still recorded.
     closed = None
     if traced is not None:
         closed = _attempt(lambda: part_for(traced.jaxpr, _results_with_bits(*traced.out_info))[0])
@@ -247,11 +247,10 @@ def _results_with_bits(state: Tree, metrics: Any, *others: object) -> list[bool]
 
 
 def _hashes_of_parts(closed: Any) -> dict[str, str]:
-    """Return a hash of what gives loss and gradients, and one of the update.
+    """Return a hash of the operations of loss and gradients, and one of those of the update.
 
-    It is {} if they share operations. They do in a step with two updates, with a loss after the
-    update, or with an update in a branch. Its parts cannot be told apart, and hashes of them as if
-    they could would hide a change.
+    It is {} if they cannot be separated: in a step with two updates, with a loss after the update,
+    or with an update in a branch. Hashes of such parts could hide a change.
     """
     jaxpr = closed.jaxpr
     gradient_eqns: list[Any] = []

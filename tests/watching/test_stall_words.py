@@ -107,15 +107,15 @@ def waits() -> dict[str, Any]:
 @pytest.mark.parametrize("what", waits())
 def test_what_is_waited_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: ())
-    assert watch_of(waits()[what])._now().what == what.partition(" #")[0]
+    assert watch_of(waits()[what])._current_wait().what == what.partition(" #")[0]
 
 
 def test_tracing_is_compiling_unless_a_batch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: (TRACING,))
     runs = waits()
-    assert watch_of(runs["in a call of steps 5 to 6"])._now().kind == "compile"
-    assert watch_of(runs["waiting for batch 6"])._now().kind == "batch"
-    assert watch_of(runs["in the hook Mine at step 5"])._now().kind == "hook"
+    assert watch_of(runs["in a call of steps 5 to 6"])._current_wait().kind == "compile"
+    assert watch_of(runs["waiting for batch 6"])._current_wait().kind == "batch"
+    assert watch_of(runs["in the hook Mine at step 5"])._current_wait().kind == "hook"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_tracing_is_compiling_unless_a_batch_is_waited_for(monkeypatch: pytest.M
 )
 def test_what_processes_agree_on(what: str, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: (AGREEING,))
-    wait = watch_of(waits()[what])._now()
+    wait = watch_of(waits()[what])._current_wait()
     assert (wait.kind, wait.timing_key, wait.what) == (
         *(stalls.AGREEMENT, stalls.AGREEMENT),
         f"waiting for other processes to agree on {topic}",
@@ -137,7 +137,9 @@ def test_what_processes_agree_on(what: str, topic: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         stalls.threads, "activities_of", lambda ident: (AGREEING, AGREEING_ON_SHAPES)
     )
-    assert watch_of(waits()[what])._now().what.endswith("agree on the new shapes of batch 5")
+    assert (
+        watch_of(waits()[what])._current_wait().what.endswith("agree on the new shapes of batch 5")
+    )
 
 
 def other(
@@ -246,7 +248,7 @@ def looked(
         (fields and fields(), read, immediately)
     )
     stand_ins = {
-        "_now": lambda: Wait("batch", "waiting for batch 6", "key"),
+        "_current_wait": lambda: Wait("batch", "waiting for batch 6", "key"),
         "_line": lambda wait: f"line at {wait.age:g}",
         "_exit": lambda wait: says.append(f"exit at {wait.age:g}"),
         "_fields": lambda wait, stall=True: (wait.age, stall),
@@ -262,7 +264,7 @@ def looked(
 
 def test_a_process_that_waits_for_long_reads_whether_others_wait_for_it() -> None:
     watch, exchanged = (
-        watch_of(run_of(), _now=lambda: Wait("batch", "waiting for batch 6")),
+        watch_of(run_of(), _current_wait=lambda: Wait("batch", "waiting for batch 6")),
         list[Any](),
     )
     files: Any = watch._files
@@ -271,7 +273,7 @@ def test_a_process_that_waits_for_long_reads_whether_others_wait_for_it() -> Non
     watch._usual = lambda wait: 100.0  # type: ignore[method-assign]
     for _ in range(4):
         watch._check(1.0, 1.0)
-    watch._now = lambda: Wait("batch", "waiting for batch 7")  # type: ignore[method-assign]
+    watch._current_wait = lambda: Wait("batch", "waiting for batch 7")  # type: ignore[method-assign]
     watch._check(1.0, 1.0)
     assert exchanged == [(False, False)] * 3 + [(True, True), (False, False)]
 
