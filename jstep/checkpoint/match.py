@@ -67,13 +67,13 @@ class LeafCopy(NamedTuple):
 
 
 class FreshAge(NamedTuple):
-    """How the age of new slots starts: with as many updates as the slots of the target have had.
+    """The start of an age whose slots are all new: they count as many updates as in the target.
 
     Attributes:
-        step: The index of the leaf with the step of the state; None if the age is a number of
-            updates itself, as in the states of Optax.
-        target_step, target_start: The values of the target, whose difference is the number of
-            updates.
+        step: The index of the leaf with the step of the state; None if the age is itself a number
+            of updates, as in the states of Optax.
+        target_step: The step of the target.
+        target_start: The age of the target, which had `target_step - target_start` updates.
     """
 
     step: int | None
@@ -85,16 +85,15 @@ class FreshAge(NamedTuple):
 class WantedLeaf(targets.TargetLeaf[Leaf | None]):
     """A leaf of a target, and the saved leaf to restore into it.
 
-    It is restored from `source`, and `half` if set; or it starts as a `fresh_age`, whatever its
-    source is; or as a `copy`. If none of these is set, see `keep_target_leaf`.
+    The first of `fresh_age`, `source` (with `half`, if set) and `copy` that is set gives its value.
+    If none is, it comes from the target: see `keep_target_leaf`.
 
     Attributes:
         is_guard: Whether it belongs to a guard that the saved state did not have.
         is_draw: Whether it counts draws, and the state was saved before they were counted.
         left_out: Set if the checkpoint leaves the leaf out: the target's value is used.
         half: The other half of the source, if the leaf is the value of both.
-        fresh_age: Set if the leaf is an age, and no leaf that it counts for was restored: the
-            source is not used.
+        fresh_age: Set if the leaf is an age, and no leaf that it counts for was restored.
         shares_age: Whether the leaf is new, and its age counts for restored leaves, too.
     """
 
@@ -108,10 +107,15 @@ class WantedLeaf(targets.TargetLeaf[Leaf | None]):
     shares_age: bool = False
 
     @property
+    def is_unmatched(self) -> bool:
+        """Whether the checkpoint should have it, and has none that fits."""
+        if self.is_guard or self.is_draw or self.left_out is not None:
+            return False
+        return self.source is None
+
+    @property
     def is_missing(self) -> bool:
-        return (
-            super().is_missing and not self.is_guard and not self.is_draw and self.left_out is None
-        )
+        return super().is_missing and self.is_unmatched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,8 +190,8 @@ class _LeafMatcher:
         self._saved_names = [self.renamed.get(name, name) for name in self._target_names]
         self._matched = match_paths(self._saved_names, saved)
         self._kinds = [
-            targets.target_kind(*pair, _KIND_ADVICE)
-            for pair in zip(target.values, target.paths, strict=True)
+            targets.target_kind(value, path, _KIND_ADVICE)
+            for value, path in zip(target.values, target.paths, strict=True)
         ]
         self._step_shape: Sequence[int] = ()
         for keys, kind in zip(target.keys, self._kinds, strict=True):
@@ -199,15 +203,10 @@ class _LeafMatcher:
         keys = self._target.keys[i]
         name = self._saved_names[i]
         source = self._matched.found[i]
-        record = source if isinstance(source, Leaf) else None
-        # Without roles, nothing says which leaves of a target are halves.
-        if (
-            self._has_roles
-            and record is not None
-            and (record.half is not None or i in self._target.halves)
-        ):
-            # One side stores it in halves, or both do.
-            if self._kind_of_half(i) != self._kind_of_saved_half(record):
+        # Without roles, nothing says which leaves of the target are halves.
+        if self._has_roles and isinstance(source, Leaf):
+            is_in_halves = source.half is not None or i in self._target.halves
+            if is_in_halves and self._has_other_half(i, source):
                 self.has_other_format = True
         if self.renamed or self._averages:
             average = self._find_average(i, name)
@@ -256,26 +255,25 @@ class _LeafMatcher:
         shape, dtype = self._kinds[i]
         if self._target_names[i] in self.renamed:
             # `names`, which names this leaf, counts more than `use_averages`, which is for all.
-            average = _named_average(self._target.keys[i], dtype, self._records.get(name))
+            average = _average_by_names(self._target.keys[i], dtype, self._records.get(name))
         else:
             average = find_average(name, self._records, self._averages)
-        return None if average is None or average.shape != shape else average
-
-    def _kind_of_half(self, i: int) -> _Kind | None:
-        """Return shape and dtype of a target leaf's other half; None if not stored in halves."""
-        half = self._target.halves.get(i)
-        if half is None:
+        if average is None or average.shape != shape:
             return None
-        shape, dtype = self._kinds[half]
-        return shape, str(dtype)
+        return average
 
-    def _kind_of_saved_half(self, record: Leaf) -> _Kind | None:
-        half = leaf_records.other_half(record, self._arrays)
-        return None if half is None else (half.shape, half.dtype)
+    def _has_other_half(self, i: int, record: Leaf) -> bool:
+        """Return whether only one side stores a leaf in halves, or both do, in other blocks."""
+        half = self._target.halves.get(i)
+        saved_half = leaf_records.other_half(record, self._arrays)
+        if half is None or saved_half is None:
+            return half is not None or saved_half is not None
+        shape, dtype = self._kinds[half]
+        return (shape, str(dtype)) != (saved_half.shape, saved_half.dtype)
 
     def unused(self) -> list[str]:
         """Return the names of saved leaves that no target leaf has, after all have been matched."""
-        # A parameter that `names` replaces by its average is no more left over than one that
+        # A parameter that `names` replaces by its average counts as used, like one that
         # `use_averages` replaces.
         replaced = {path for path, name in self.renamed.items() if path != name}
         unused = [
@@ -287,13 +285,16 @@ class _LeafMatcher:
         return unused
 
 
-def _named_average(keys: Keys, dtype: Any, source: Leaf | None) -> Leaf | None:
-    """Return a slot that `names` gives to a parameter, cast and decoded as by `use_averages`."""
+def _average_by_names(keys: Keys, dtype: Any, source: Leaf | None) -> Leaf | None:
+    """Return the source of a leaf if `names` restores a parameter from a slot with numbers.
+
+    Such a slot is cast and decoded as an average of `use_averages` is. None for any other source.
+    """
     if source is None or source.keys[0] != SLOTS or keys[0] != PARAMS:
         return None
-    if source.key_impl is not None or not trees.is_floating(dtype):
+    if source.key_impl is not None or not trees.is_floating(jnp.dtype(source.dtype)):
         return None
-    return source if trees.is_floating(jnp.dtype(source.dtype)) else None
+    return source if trees.is_floating(dtype) else None
 
 
 def _plan_copies(target: StateLeaves, leaves: Sequence[WantedLeaf]) -> dict[int, LeafCopy]:
@@ -301,16 +302,31 @@ def _plan_copies(target: StateLeaves, leaves: Sequence[WantedLeaf]) -> dict[int,
     copies: dict[int, LeafCopy] = {}
     halves = target.halves
     for i, originals in _originals_of_copies(target).items():
-        restored = [j for j in originals if leaves[j].source is not None]
-        if leaves[i].source is not None or not restored:
+        if leaves[i].source is not None:
             continue
-        original = restored[0]
+        original = next((j for j in originals if leaves[j].source is not None), None)
+        if original is None:
+            continue
         if i not in halves:
             copies[i] = LeafCopy(original, halves.get(original), None)
             continue
         for half_index, index in enumerate((i, halves[i])):
             copies[index] = LeafCopy(original, halves.get(original), half_index)
     return copies
+
+
+class _CopiedLeaf(NamedTuple):
+    """A leaf of a slot that starts as a copy of a parameter, or of its master.
+
+    Attributes:
+        role: The role of the slot.
+        owner: The index of the parameter, among the parameters.
+        leaf: The index of the leaf, among those of the target.
+    """
+
+    role: Role | None
+    owner: int
+    leaf: int
 
 
 def _originals_of_copies(target: StateLeaves) -> dict[int, list[int]]:
@@ -324,7 +340,7 @@ def _originals_of_copies(target: StateLeaves) -> dict[int, list[int]]:
     for state, indices in target.states:
         params = jax.tree.leaves(indices.params)
         roles = roles_in(state)
-        copies: list[tuple[Role | None, int, int]] = []
+        copies: list[_CopiedLeaf] = []
         for name in roles.names_with(*COPIES):
             if name not in state.slots:
                 continue
@@ -333,13 +349,14 @@ def _originals_of_copies(target: StateLeaves) -> dict[int, list[int]]:
                 owners_of_leaves, jax.tree.leaves(indices.slots[name]), strict=True
             ):
                 if owner is not None:
-                    copies.append((roles[name], owner, index))
-        masters = {owner: index for role, owner, index in copies if role is Role.MASTER}
-        for role, owner, index in copies:
-            if role is Role.MASTER_COPY and owner in masters:
-                originals[index] = [masters[owner], params[owner]]
+                    copies.append(_CopiedLeaf(roles[name], owner, index))
+        masters = {copy.owner: copy.leaf for copy in copies if copy.role is Role.MASTER}
+        for copy in copies:
+            parameter = params[copy.owner]
+            if copy.role is Role.MASTER_COPY and copy.owner in masters:
+                originals[copy.leaf] = [masters[copy.owner], parameter]
             else:
-                originals[index] = [params[owner]]
+                originals[copy.leaf] = [parameter]
     return originals
 
 
@@ -364,18 +381,18 @@ def _ages(target: StateLeaves) -> list[_Age]:
         if step_of_state is None:
             continue
         roles = roles_in(state)
-        counted: dict[str, list[int]] = {}
+        leaves_by_age: dict[str, list[int]] = {}
         for age, slot, keys in roles.counted:
             if age not in indices.slots or slot not in indices.slots:
                 continue
-            leaves_of_age = counted.setdefault(age, [])
+            counted = leaves_by_age.setdefault(age, [])
             for path, i in jax.tree_util.tree_leaves_with_path(indices.slots[slot]):
                 # Without keys, it counts for the whole slot.
                 if keys is None or keys == path:
-                    leaves_of_age.append(i)
-        for age, leaves_of_age in counted.items():
+                    counted.append(i)
+        for age, counted in leaves_by_age.items():
             step = step_of_state if roles.get(age) is Role.AGE else None
-            ages.append(_Age(indices.slots[age], step, leaves_of_age))
+            ages.append(_Age(indices.slots[age], step, counted))
     return ages
 
 
@@ -410,32 +427,31 @@ def _difference(
     saved = source.shape, source.dtype
     if saved == wanted:
         return ""
-    if isinstance(source, Leaf):
-        # A held hyperparameter is a float64 if and only if 64-bit types are on.
-        is_held = (
-            role is Role.HELD
-            and saved[0] == wanted[0]
-            and {saved[1], wanted[1]} == {"float32", "float64"}
-        )
-        if is_held or _is_converted(keys, saved, wanted, step_shape):
-            return ""
+    if isinstance(source, Leaf) and _is_converted(keys, saved, wanted, step_shape, role):
+        return ""
     left_out = "left out as " if isinstance(source, LeftOutLeaf) else ""
     return f"{path!r} ({left_out}{array_type(*saved)}, and {array_type(*wanted)} in target)"
 
 
-def _is_converted(keys: Keys, saved: _Kind, wanted: _Kind, step_shape: Sequence[int]) -> bool:
-    """Return whether a leaf is a step count saved with 32 bits and wanted with 64, or vice versa.
+def _is_converted(
+    keys: Keys, saved: _Kind, wanted: _Kind, step_shape: Sequence[int], role: Role | None
+) -> bool:
+    """Return whether a leaf was saved with 32 bits and is wanted with 64, or vice versa.
+
+    Only step counts and held hyperparameters are converted.
 
     Args:
         step_shape: The shape of the global step: in a population, that of the slots' counts, too.
     """
     shape, dtype = saved
     wanted_shape, wanted_dtype = wanted
-    if (
-        shape != wanted_shape
-        or {dtype, wanted_dtype} != leaf_records.COUNT_DTYPES
-        or PARAMS in keys
-    ):
+    if shape != wanted_shape:
+        return False
+    dtypes = {dtype, wanted_dtype}
+    if role is Role.HELD and dtypes == {"float32", "float64"}:
+        # A held hyperparameter is a float64 if and only if 64-bit types are on.
+        return True
+    if dtypes != leaf_records.COUNT_DTYPES or PARAMS in keys:
         return False
     if keys[-1] == GLOBAL_STEP:
         return True
@@ -447,11 +463,12 @@ def check(
 ) -> None:
     """Reject a match from which no state can be restored; `partial` skips leaves that differ."""
     differences = result.differences()
-    if result.has_other_format or (differences and not partial):
-        if result.has_other_format:
-            advice = _OTHER_FORMAT
-        else:
-            advice = _OTHER_PARAMS if params_only else _OTHER_PATHS
+    advice = ""
+    if result.has_other_format:
+        advice = _OTHER_FORMAT
+    elif differences and not partial:
+        advice = _OTHER_PARAMS if params_only else _OTHER_PATHS
+    if advice:
         raise ValueError(
             f"target does not fit {checkpoint}{differences}. Nothing was restored; {advice}."
         )
@@ -477,7 +494,7 @@ def check_run(state: Tree, manifest: Manifest, checkpoint: str) -> None:
         check(result, partial=False, checkpoint=checkpoint)
     except ValueError as error:
         unmatched = [want.path for want in result.wanted if want.is_missing or want.problem]
-        parts = {_part(path) for path in (*unmatched, *result.unused)}
+        parts = {_part_of_state(path) for path in (*unmatched, *result.unused)}
         differing = parts & {PARAMS, SLOTS, MODEL_STATE}
         if result.has_other_format or not differing:
             raise
@@ -489,7 +506,7 @@ def check_run(state: Tree, manifest: Manifest, checkpoint: str) -> None:
         ) from None
 
 
-def _part(path: str) -> str:
+def _part_of_state(path: str) -> str:
     """Return the part of a state that a path is in; the model state is one of its slots."""
     if f"{path}/".startswith(f"{SLOTS}/{MODEL_STATE}/"):
         return MODEL_STATE
@@ -518,10 +535,10 @@ def _renamed(
 
 
 def _saved_path(name: str, saved: Collection[str]) -> str:
-    """Return a path in the checkpoint.
+    """Return the path in the checkpoint of what `names` gives; the name itself if there is none.
 
-    TF's name of a slot, `w/ExponentialMovingAverage`, has the parameter first, and neither scopes
-    nor labels.
+    The name may be TF's of a slot, such as `w/ExponentialMovingAverage`: the parameter comes first,
+    and the scopes and labels before the slot are missing.
     """
     if name in saved:
         return name
@@ -615,6 +632,7 @@ def copy_leaf(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
     half = wanted.copy.half
     half_index = wanted.copy.half_index
     original = values[wanted.copy.original]
+    # Halves are joined before the copy, and split again if the copy has halves, too.
     if half is not None or half_index is not None:
         low = None if half is None else move_to_devices(jnp.asarray(values[half]))
         original = compact_numbers.decode_leaf(move_to_devices(jnp.asarray(original)), low)
@@ -624,8 +642,8 @@ def copy_leaf(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
         return targets.place_leaf(wanted, np.asarray(original))
     array = move_to_devices(original)
     sharding = wanted.sharding
-    # The program that copies also places the copy, if that is wanted on the devices on which it
-    # runs: those of the original.
+    # The program runs on the devices of the original. If the copy is wanted there, the program also
+    # places it.
     is_on_devices = sharding is not None and not is_of_host(sharding)
     can_place = is_on_devices and sharding.device_set == array.sharding.device_set
     cast = jax.jit(
@@ -649,7 +667,7 @@ def start_age(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
         target_step = np.zeros(wanted.shape, wanted.dtype)
         target_start = target_step
     if isinstance(step, jax.Array) and not step.is_fully_addressable:
-        # The step of a population, on several processes.
+        # The steps of a population on several processes, none of which has them all.
         start = step - (jnp.asarray(target_step) - jnp.asarray(target_start)).astype(step.dtype)
         return jax.device_put(start.astype(wanted.dtype), wanted.sharding)
     updates = np.asarray(target_step) - np.asarray(target_start)
