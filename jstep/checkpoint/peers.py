@@ -1,16 +1,14 @@
 """The processes of one save: each writes a part, and the first one publishes the checkpoint.
 
-The others wait for that.
-
     1. Each process but the first writes an empty file below `parts/` once it has written its part.
-    2. The first process waits for these files, by one list at a time.
+    2. The first process polls for these files, listing `parts/` once each time.
     3. The others wait until the checkpoint exists.
 
-A process that fails posts its error at JAX's coordination service, not below `parts/`: often it
-fails because it cannot write there. All that wait look for it. Only without the service, the error
-is in a file after all, and reaches the others by way of the first process.
+A process that fails posts its error at JAX's coordination service, which all that wait poll. It
+does not write the error below `parts/`, because often it fails when it cannot write there. Only
+without the service, it does, and the first process reports the error to the others.
 
-With one process, nothing of this happens.
+With one process, none of this happens.
 """
 
 import time
@@ -30,13 +28,13 @@ its part."""
 _HEARTBEAT_SECS = 30.0
 """Seconds between two heartbeats of the first process, while it waits for parts that grow."""
 _FAILED = ".failed"
-"""The end of the name of a file in which a process reports to the first one why it has failed,
-without the service."""
-# What the first process writes at its `report_key`, in this order. Anything else is its error.
+"""The end of the name of a file with a process's error, which it writes for the first process if
+there is no service."""
+# What the first process writes at its report key, in this order. Anything else is its error.
 _BEGUN = b""
 """It writes its part."""
 _HEARTBEAT = b"waiting "
-"""The beginning of its heartbeats, which their number follows: it waits for the parts of others."""
+"""It waits for the parts of others. The number of the heartbeat follows."""
 _SAVED = b"saved"
 """The checkpoint exists."""
 
@@ -46,10 +44,7 @@ def _failure_key(attempt_id: int) -> str:
 
 
 def post_failure(attempt_id: int, process: int, error: BaseException) -> bool:
-    """Tell the others why a process has failed.
-
-    Return whether JAX's service has the error of this process or another one.
-    """
+    """Post the error of a process; return whether JAX's service has this or another one."""
     return processes.post(_failure_key(attempt_id), f"process {process}: {_failure_text(error)}")
 
 
@@ -61,7 +56,7 @@ class Peers:
     """The processes of one save, as one of them sees the others.
 
     Args:
-        attempt_id: The same on all processes, and another one at each save.
+        attempt_id: The ID of the save, the same on all processes.
         nbytes: The bytes of all arrays, by all processes.
         own_bytes: Of these, what this process writes.
 
@@ -97,24 +92,24 @@ class Peers:
         return f"{PARTS}{self._id}.{process}"
 
     def begin(self) -> None:
-        """Let the others wait for the outcome; called on process 0 before anything is written."""
-        self._tell(_BEGUN)
+        """Report that a save begins; called on process 0 before anything is written."""
+        self._report_outcome(_BEGUN)
 
-    def tell_part(self) -> None:
-        """Tell the first process that this one has written its part."""
+    def report_part(self) -> None:
+        """Report to the first process that this one has written its part."""
         self._attempt.storage.write_atomically(self._report_key(self.index), b"")
 
-    def tell_saved(self) -> None:
-        """Tell the others that the checkpoint exists; called on the first process."""
+    def report_saved(self) -> None:
+        """Report to the others that the checkpoint exists; called on the first process."""
         if self._attempt.may_report_saved:
-            self._tell(_SAVED)
+            self._report_outcome(_SAVED)
 
-    def _tell(self, outcome: bytes) -> None:
+    def _report_outcome(self, outcome: bytes) -> None:
         if self.count > 1:
             self._attempt.storage.write_atomically(self._report_key(0), outcome)
 
-    def tell_failure(self, error: BaseException) -> None:
-        """Tell the others why this process has failed, if that is possible."""
+    def report_failure(self, error: BaseException) -> None:
+        """Report to the others why this process has failed, if that is possible."""
         if self.count == 1 or post_failure(self._id, self.index, error):
             return
         storage = self._attempt.storage
@@ -123,7 +118,7 @@ class Peers:
             if self.index:
                 storage.write_atomically(f"{self._report_key(self.index)}{_FAILED}", data)
             else:
-                self._tell(data)
+                self._report_outcome(data)
         except OSError as problem:
             logger.warning(
                 "the failure of %s was not reported to other processes: %s",
@@ -137,14 +132,13 @@ class Peers:
         if failure is not None:
             raise CheckpointError(failure)
 
-    def _watch(self, processes: Sequence[int]) -> PartWatch:
-        def progress(processes: Sequence[int]) -> Sequence[int]:
-            return self._attempt.storage.progress(
-                [self.part_keys[process] for process in processes]
-            )
+    def _watch(self, watched: Sequence[int]) -> PartWatch:
+        def progress(remaining: Sequence[int]) -> Sequence[int]:
+            keys = [self.part_keys[process] for process in remaining]
+            return self._attempt.storage.progress(keys)
 
         patience = patience_secs(self._average_bytes, self._own_bytes, self.own_secs)
-        return PartWatch(progress, processes, patience, time.monotonic())
+        return PartWatch(progress, watched, patience, time.monotonic())
 
     def wait_for_parts(self) -> None:
         """On the first process, wait until all others have written; one that hangs is an error."""
@@ -202,27 +196,25 @@ class Peers:
         logger.warning(
             "%s: %s has written nothing for %.0f s, and has %.0f s more: its storage is "
             "slow, or its write hangs",
-            *(
-                self._attempt.storage.path(""),
-                _processes_text(quiet),
-                PATIENCE_SECS,
-                watch.left_secs(quiet[0], instant),
-            ),
+            self._attempt.storage.path(""),
+            _processes_text(quiet),
+            PATIENCE_SECS,
+            watch.left_secs(quiet[0], instant),
         )
 
     def _write_heartbeat(self) -> None:
-        """Tell the others that this first process lives, and has written its part."""
+        """Report to the others that the first process lives, and has written its part."""
         self._heartbeats += 1
         self._attempt.storage.write_atomically(
             self._report_key(0), _HEARTBEAT + str(self._heartbeats).encode()
         )
 
     def wait_for_outcome(self) -> None:
-        """On the other processes, wait until the checkpoint exists, or the first one says why not.
+        """On the other processes, wait until the checkpoint exists, or the first one has failed.
 
-        What the first process has reported is None before it has begun. In a directory it is None
-        again after the end: then the directory has its final name, or was removed. Otherwise it is
-        one of the constants above, or an error.
+        The report of the first process is None before it has begun. In a directory it is None again
+        after the end, when the directory has its final name, or was removed. Otherwise it is one of
+        the constants above, or an error.
         """
         watch = self._watch([0])
         latest: bytes | None = None
@@ -241,13 +233,13 @@ class Peers:
                     )
             elif outcome and not outcome.startswith(_HEARTBEAT):
                 raise CheckpointError(f"process 0: {printable(outcome.decode(errors='replace'))}")
-            # It has not begun, it writes, or it waits for the parts of others.
+            # The first process has not begun, writes, or waits for the parts of others.
             instant = time.monotonic()
             if outcome != latest:
                 latest = outcome
                 latest_at = instant
             if not outcome:
-                # This process has written its part, and knows how long that takes.
+                # It has not written its part. This process has, and knows how long that takes.
                 watch.poll(instant)
                 if watch.stuck(instant):
                     raise CheckpointError(

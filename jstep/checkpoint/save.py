@@ -69,7 +69,7 @@ class Save:
             entries = self._write_part()
             peers.own_secs = time.monotonic() - began
             if not peers.is_first:
-                peers.tell_part()
+                peers.report_part()
             else:
                 if peers.count > 1:
                     peers.wait_for_parts()
@@ -78,7 +78,7 @@ class Save:
                 self._publish()
         except BaseException as error:
             explained = _explained(error, self.attempt.storage.path(""), self.nbytes)
-            peers.tell_failure(explained)
+            peers.report_failure(explained)
             # Not `from error`, which would be its own cause if there is nothing to explain.
             raise explained from error.__cause__
         if not peers.is_first:
@@ -90,14 +90,14 @@ class Save:
         storage = self.attempt.storage
         key = self.peers.part_key
         if self.unchecked_params is not None:
-            # Before anything is deleted, and before `release`: then other saves may use the memory.
+            # Before `_publish`, which deletes checkpoints, and before `release`, after which other
+            # saves may use the memory.
             params = [array for array in self.arrays if array.name in self.unchecked_params]
             values = [part for array in params for _, part in array.values]
             self.manifest = dataclasses.replace(self.manifest, finite=are_finite_on_host(values))
-        own_parts = [
-            *self.arrays,
-            *[writer.file_array(name, file.read()) for name, file in self.files.items()],
-        ]
+        own_parts = list(self.arrays)
+        for name, file in self.files.items():
+            own_parts.append(writer.file_array(name, file.read()))
         self.arrays = ()
         entries: int = writer.count_entries(own_parts) if self.peers.count > 1 else 0
         base = writer.database_base(storage.spec(), key)
@@ -143,7 +143,7 @@ class Save:
         # From here on it exists, whatever fails below. The next save deletes what this one should
         # have deleted.
         if self.peers.count > 1:
-            self.peers.tell_saved()
+            self.peers.report_saved()
         self.retention.published_as(manifest, self.number)
         secs = time.monotonic() - self.began  # the store counts its deletions itself
         self.store.erase(remains)
@@ -158,7 +158,7 @@ class Save:
 
 
 def _explained(error: BaseException, path: str, nbytes: int) -> BaseException:
-    """Return an error that tells how much a full disk lacks; tensorstore's have no numbers."""
+    """Return an error that says how much space a full disk lacks, which tensorstore's do not."""
     if not isinstance(error, OSError | ValueError) or is_url(path):
         return error
     full = (errno.ENOSPC, errno.EDQUOT)
@@ -168,7 +168,7 @@ def _explained(error: BaseException, path: str, nbytes: int) -> BaseException:
     try:
         free_bytes = shutil.disk_usage(os.path.dirname(path)).free
     except OSError:
-        # An error of this would hide the first one, and the other processes would get none.
+        # Raised here, it would hide the first error, and the other processes would get none.
         return error
     text = f"{os.strerror(number)} ({format_bytes(nbytes)} needed, {format_bytes(free_bytes)} free)"
     return OSError(number, text, path)

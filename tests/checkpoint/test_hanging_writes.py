@@ -162,7 +162,7 @@ def test_a_heartbeat_lets_others_wait(tmp_path, little_patience, monkeypatch):
     waiting.start()
     waiting.join(1.0)
     assert waiting.is_alive()
-    first.peers.tell_saved()
+    first.peers.report_saved()
     waiting.join(60)
     assert not waiting.is_alive()
 
