@@ -1,9 +1,10 @@
 """Retention of checkpoints: the last few, and one every N hours for good.
 
-Stores delete leftovers of saves. A checkpoint is *temporary* or *permanent*. A later save
-*replaces* the temporary ones, and no limit counts them. Of the permanent ones, one every N hours is
-*kept* for good, and the others are *evictable*. Those of them beyond `max_to_keep` are
-*candidates*: each becomes a kept one, if N hours have passed since the last, or is *evicted*.
+A checkpoint is *temporary* or *permanent*. Temporary ones count towards no limit, and a later save
+*replaces* them. Of the permanent ones, one every N hours is *kept* for good; the others are
+*evictable*. The evictable ones beyond `max_to_keep` are *candidates*: each is kept from then on, if
+N hours have passed since the last kept one, or *evicted*. The leftovers of interrupted saves are
+deleted by the stores.
 """
 
 import dataclasses
@@ -26,9 +27,10 @@ def eviction_candidates(
     max_to_keep: int | None,
     newest_finite: int | None,
 ) -> list[int]:
-    """Return as many evictable checkpoints as are too many for `max_to_keep`, lowest step first.
+    """Return the evictable checkpoints beyond `max_to_keep`, lowest step first.
 
-    The new step, the highest one, and the highest finite one are skipped: others go in their place.
+    The new step, the highest one, and the highest finite one are skipped, and the next higher ones
+    returned instead.
 
     Args:
         kept: The checkpoints that are kept for good, without the new one.
@@ -56,10 +58,10 @@ def plan_evictions(
     `every_n_hours` have passed since the previous one that was. A long pause counts once.
 
     Args:
-        saved_at: Step → when it was saved, NaN if its manifest cannot be read; of those that are no
-            candidates, the time is not used.
+        saved_at: Step → when it was saved, NaN if its manifest cannot be read. Only the times of
+            candidates are used.
     """
-    # The checkpoint that the new one replaces may have been kept; the new one is evictable.
+    # The new checkpoint is evictable, even if it replaces one of its step that was kept.
     kept = (retained.kept & saved_at.keys()) - {new}
     interval_start = retained.interval_start
     evicted: list[int] = []
@@ -139,10 +141,10 @@ class Retention:
         self._every_n_hours = every_n_hours
         self._interval_start = interval_start
         self._retained: RetainedSteps | None = None
-        # By step, what `_read_head` has read.
+        # Step → the head that `_read_head` has read.
         self._heads: dict[int, _Head] = {}
-        # The steps for which it has found no complete checkpoint. They count only while one save
-        # decides, since a later one may save them.
+        # The steps for which it has found no complete checkpoint. They are forgotten when the next
+        # save decides, since their checkpoints may have been saved meanwhile.
         self._absent: set[int] = set()
         # The seconds from the beginning of the latest save until its checkpoint existed. None until
         # its deletions have ended, or in a bucket, have begun.
@@ -176,9 +178,8 @@ class Retention:
 
         Sets of steps:
             others: All but the new one.
-            marked: Of these, what the retention state calls temporary.
-            temporary: Of these, what is still temporary.
-            replaced: Of these, what this save deletes: all but the newest finite one.
+            temporary: Those of them that are temporary.
+            replaced: The temporary ones that this save deletes: all but the newest finite one.
             evicted: The permanent ones that this save deletes.
         """
         paths = self._store.own_paths()
@@ -190,11 +191,7 @@ class Retention:
         others = sorted(paths.keys() - {new.step}, reverse=True)
         is_temporary = self._is_temporary(new, permanent_every_secs, paths, others)
         newest_finite = self._newest_finite(others, new)
-        # A marked step may have been saved again, as a permanent one, since the manifest that marks
-        # it was written.
-        marked = [step for step in others if step in retained.temporary]
-        self._read_heads(marked)
-        temporary = {step for step in marked if not self._is_permanent(step)}
+        temporary = self._temporary_steps(others, retained)
         replaced = temporary - {newest_finite}
         evicted: list[int] = []
         if self._max_to_keep is not None and not is_temporary:
@@ -205,9 +202,15 @@ class Retention:
         # Those that this save deletes stay marked: if it is killed before, the next one does so.
         marks = {*temporary, new.step} if is_temporary else temporary
         retained = dataclasses.replace(retained, temporary=frozenset(marks))
-        return Decision(
-            [paths[step] for step in [*sorted(replaced), *evicted]], retained, is_temporary
-        )
+        superseded = [paths[step] for step in [*sorted(replaced), *evicted]]
+        return Decision(superseded, retained, is_temporary)
+
+    def _temporary_steps(self, steps: Sequence[int], retained: RetainedSteps) -> set[int]:
+        # Since the manifest that marks it was written, a step may have been saved again, as a
+        # permanent checkpoint.
+        marked = [step for step in steps if step in retained.temporary]
+        self._read_heads(marked)
+        return {step for step in marked if not self._is_permanent(step)}
 
     def _is_temporary(
         self,
@@ -231,24 +234,23 @@ class Retention:
         return 0 <= new.saved_at - self._heads[newest].saved_at < permanent_every_secs
 
     def _newest_finite(self, others: Sequence[int], new: Manifest) -> int | None:
-        """Return the highest step whose parameters are finite."""
+        """Return the highest step whose parameters are finite; `others` are in descending order."""
         higher = [step for step in others if step > new.step]
         found = self._find_step(higher, lambda head: head.finite)
         if found is not None:
             return found
         if new.finite:
             return new.step
-        return self._find_step(
-            [step for step in others if step < new.step], lambda head: head.finite
-        )
+        lower = [step for step in others if step < new.step]
+        return self._find_step(lower, lambda head: head.finite)
 
     def _save_times(
         self, steps: set[int], new: Manifest, retained: RetainedSteps, finite: int | None
     ) -> dict[int, float]:
         """Return step → when it was saved, for `plan_evictions`.
 
-        Candidates without a complete checkpoint are left out. Only the new step and the candidates
-        have their times, and others 0: no manifests but those of candidates are read.
+        Candidates without a complete checkpoint are left out. Other steps than the candidates and
+        the new one have the time 0, which is not used, so that their manifests need not be read.
         """
         while True:
             candidates = eviction_candidates(
@@ -258,7 +260,7 @@ class Retention:
             incomplete = self._absent & {*candidates}
             if not incomplete:
                 break
-            # They count as no checkpoints, so that others may have to be kept in their place.
+            # Without them, fewer checkpoints exceed the limit.
             steps = steps - incomplete
         saved_at = dict.fromkeys(steps, 0.0)
         for step in candidates:
@@ -267,10 +269,7 @@ class Retention:
         return saved_at
 
     def _find_step(self, steps: Sequence[int], is_wanted: Callable[["_Head"], bool]) -> int | None:
-        """Return the first of some steps whose head is wanted.
-
-        More and more heads are read at a time.
-        """
+        """Return the first of some steps whose head is wanted; read more and more at a time."""
         count = 1
         for i, step in enumerate(steps):
             if step not in self._heads and step not in self._absent:
