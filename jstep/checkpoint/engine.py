@@ -71,12 +71,11 @@ class SaverEngine:
         # the background.
         self._lock = threading.RLock()
         self._is_closed = False
-        # The path of the save for which `wait` has not returned yet, and its error once it has
-        # ended with one.
+        # The path of the latest save until `wait` has returned, and its error if it has failed.
         self._saving: str | None = None
         self._failure: BaseException | None = None
         self.saves_begun = 0
-        # Kept from the first save on, so that the next one finds its memory.
+        # Set by the first save. While this Saver refers to it, later saves use its memory again.
         self._block: HostBlock | None = None
 
     @property
@@ -126,12 +125,12 @@ class SaverEngine:
             return self._retention.counted_checkpoints()
 
     def best_records(self, steps: Sequence[int]) -> dict[int, BestRecord | None]:
-        """Return the evaluations for which checkpoints were kept; None for one of no `KeepBest`."""
+        """Return step → the evaluation for which it was kept; None if no `KeepBest` saved it."""
         with self.locked_finder() as finder:
             return finder.best_records(steps)
 
     def best(self, step: int) -> BestRecord | None:
-        """Return the evaluation for which a checkpoint was kept; None if it is of no `KeepBest`."""
+        """Return the evaluation for which a checkpoint was kept; None if no `KeepBest` saved it."""
         with self.locked_finder() as finder:
             return finder.read(step, lambda found: found.best)
 
@@ -217,7 +216,7 @@ class SaverEngine:
                 finite=bool(finite),
                 processes=jax.process_count(),
                 best=extra.best,
-                averages=_averages_of(state),
+                averages=_declared_averages(state),
             )
             self.saves_begun += 1
             process = jax.process_index()
@@ -245,18 +244,19 @@ class SaverEngine:
             self._store.start(attempt, save.run)
         except Exception as error:
             if processes.is_single_process():
-                self._give_up(error)
-            # The others have begun to save, and continue. So this process does, too: all raise this
-            # error at the next exchange (`_agree_on_save`), as if the write had failed.
+                self._abandon_and_raise(error)
+            # The other processes have begun to save, and continue. This one continues as if its
+            # write had failed: all raise the error at the next exchange (`_agree_on_save`).
             post_failure(attempt_id, jax.process_index(), error)
             self._failure = error
         return path
 
     def _find_copied_params(self, leaves: StateLeaves, saved: SavedState) -> set[str] | None:
-        """Return the names of the parameters' arrays, if the thread of the save checks them.
+        """Return the names of the parameters' arrays, if the thread of the save can check them.
 
-        The thread finds whether their copies are finite. None if only the state shows it: a device
-        or another process has a part of it, or it is not in the copies.
+        It finds in their copies whether they are finite. None if it cannot: there are no copies,
+        they lack parameters that are left out, or on a device or another process, or they have
+        another dtype.
         """
         if not self._is_async or jax.process_count() > 1 or saved.left_out:
             return None
@@ -271,9 +271,11 @@ class SaverEngine:
                 shardings.add(value.sharding)
             if record.array is not None:
                 names.add(record.array)
-        return names if all(map(writer_module().is_read_in_place, shardings)) else None
+        if not all(map(writer_module().is_read_in_place, shardings)):
+            return None
+        return names
 
-    def _give_up(self, error: BaseException) -> NoReturn:
+    def _abandon_and_raise(self, error: BaseException) -> NoReturn:
         """Remove the leftovers of a failed save, and raise the error that explains it."""
         path = self._saving
         self._saving = None
@@ -309,7 +311,7 @@ class SaverEngine:
             failure = self._failure
             self._failure = None
             if failure is not None:
-                self._give_up(failure)
+                self._abandon_and_raise(failure)
             self._saving = None
 
     def wait_until_finished(self) -> None:
@@ -387,13 +389,12 @@ class SaverEngine:
                     self._store.close(wait)
 
 
-def _averages_of(state: Tree) -> tuple[str, ...] | None:
-    """Return the slots that are declared as averages of the parameters.
-
-    None if nobody declared what the slots are.
-    """
+def _declared_averages(state: Tree) -> tuple[str, ...] | None:
+    """Return the slots that the optimizer declares as averages; None if it declares no roles."""
     roles = roles_in(state)
-    return tuple(sorted(roles.averages & state.slots.keys())) if roles else None
+    if not roles:
+        return None
+    return tuple(sorted(roles.averages & state.slots.keys()))
 
 
 def _step_of(state: Tree) -> int:

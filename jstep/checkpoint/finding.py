@@ -1,4 +1,4 @@
-"""Finding checkpoints: the newest one, or that of a step, is opened on all processes."""
+"""Finding checkpoints: the newest one, or the one of a step, is opened on all processes."""
 
 import contextlib
 import json
@@ -27,8 +27,8 @@ from jstep.stores.urls import is_url
 _T = TypeVar("_T")
 
 _MAX_READS = 10
-"""Reads until one is complete: a writer evicts one checkpoint per save, and a read takes no longer
-than a few saves."""
+"""The maximum number of reads until one is complete. A writer evicts one checkpoint per save, and a
+read takes no longer than a few saves."""
 _KINDS_OF_ERRORS = (
     GoneError,
     CorruptedCheckpointError,
@@ -48,7 +48,7 @@ class CheckpointFinder:
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = store
         self._prefix = prefix
-        self._told = set[str]()
+        self._warned_of = set[str]()
 
     def open(self, step: int | None) -> OpenCheckpoint:
         """Open the checkpoint of a step, or the newest one, which the first process finds for all.
@@ -66,7 +66,8 @@ class CheckpointFinder:
             return json.dumps([found.path, encode(found.manifest).decode()])
 
         path, text = json.loads(processes.text_from_first(as_text, _KINDS_OF_ERRORS))
-        return OpenCheckpoint(self._store, self._prefix, path, decode(text.encode()), self._told)
+        manifest = decode(text.encode())
+        return OpenCheckpoint(self._store, self._prefix, path, manifest, self._warned_of)
 
     def open_here(self, step: int | None) -> OpenCheckpoint:
         """Open a checkpoint as `open` does, on this process alone."""
@@ -89,7 +90,7 @@ class CheckpointFinder:
     def best_records(self, steps: Sequence[int]) -> dict[int, BestRecord | None]:
         """Return the record of each step, without those of checkpoints that were deleted meanwhile.
 
-        The first process reads the manifests, several at a time, and tells the others.
+        The first process reads the manifests, several at a time, and sends the records to all.
         """
 
         def record(step: int) -> tuple[int, BestRecord | None] | None:
@@ -109,16 +110,18 @@ class CheckpointFinder:
         return {step: None if fields is None else BestRecord(*fields) for step, fields in records}
 
     def _open(self, path: str, step: int) -> OpenCheckpoint:
-        return OpenCheckpoint(
-            self._store, self._prefix, path, self._manifest(path, step), self._told
-        )
+        manifest = self._manifest(path, step)
+        return OpenCheckpoint(self._store, self._prefix, path, manifest, self._warned_of)
 
     def _missing(self, step: int) -> FileNotFoundError:
         name = format_name(self._prefix, step)
         lacks = dict(self._store.find_broken(self._prefix, step - 1)).get(self._store.path(name))
         steps = sorted(step for step, _ in self._store.newest_first(self._prefix))
         content = f"steps {steps}" if steps else "no checkpoints"
-        clause = f"since {lacks}; the directory has {content}" if lacks else f"which has {content}"
+        if lacks:
+            clause = f"since {lacks}; the directory has {content}"
+        else:
+            clause = f"which has {content}"
         return FileNotFoundError(
             f"step={step}: there is no complete checkpoint {name} in "
             f"{self._store.directory}, {clause}"
@@ -149,7 +152,7 @@ class CheckpointFinder:
     def _newest(self) -> tuple[int, str]:
         """Return the highest step and its path.
 
-        Older ones are never restored silently if it is incomplete.
+        If its checkpoint is incomplete, this is an error: an older one is never restored silently.
         """
         step, path = next(self._store.newest_first(self._prefix), (-1, ""))
         broken = self._store.find_broken(self._prefix, step)

@@ -54,9 +54,9 @@ def latest_checkpoint(directory: str | os.PathLike[str], prefix: str | None = No
     )
 
 
-Skipped = Callable[[int, str, Exception], None]
-"""`skipped(step, path, error)` is told of a checkpoint that cannot be read."""
-# What the first process finds in place of a step, and lower than any.
+OnSkipped = Callable[[int, str, Exception], None]
+"""`on_skipped(step, path, error)` is called for a checkpoint that cannot be read."""
+# Results of a poll that are not steps: there is no new checkpoint yet, and the time is over.
 _WAIT = -1
 _END = -2
 
@@ -136,13 +136,13 @@ def _steps(store: Store, prefix: str, timeout: float, interval: float) -> Iterat
 
 
 def newest_permanent(
-    store: Store, prefix: str, newer_than: int = -1, skipped: Skipped | None = None
+    store: Store, prefix: str, newer_than: int = -1, on_skipped: OnSkipped | None = None
 ) -> int | None:
     """Return the newest step above another one with a checkpoint that is not temporary, or None.
 
     Args:
-        skipped: Told of each checkpoint that cannot be read, which is then skipped. If None, its
-            error is raised.
+        on_skipped: Called for each checkpoint that cannot be read, which is then skipped. If None,
+            its error is raised.
     """
     for step, path in store.newest_first(prefix):
         if step <= newer_than:
@@ -153,14 +153,14 @@ def newest_permanent(
         except FileNotFoundError:
             continue  # it was replaced meanwhile
         except (CheckpointError, OSError) as error:
-            if skipped is None:
+            if on_skipped is None:
                 raise
-            skipped(step, path, error)
+            on_skipped(step, path, error)
     return None
 
 
-def _next(store: Store, prefix: str, newer_than: int, timeout: float, warn_once: Skipped) -> int:
-    """Wait for a step above another one, or for the end, the same on all processes."""
+def _next(store: Store, prefix: str, newer_than: int, timeout: float, warn_once: OnSkipped) -> int:
+    """Wait for a step above another one, and return it, or `_END`; the same on all processes."""
     import jax  # not at the top: listing a directory of checkpoints does not need JAX
 
     from jstep.core import processes
@@ -172,20 +172,23 @@ def _next(store: Store, prefix: str, newer_than: int, timeout: float, warn_once:
     is_first = not is_distributed or processes.is_process_0()
 
     def poll() -> tuple[int]:
-        """Return a new step, `_END` or `_WAIT`, in a tuple.
+        """Return a new step, `_END` or `_WAIT`, in a tuple, as `first_ints_on_all` expects.
 
-        `first_ints_on_all` takes that of the first process.
+        Only the result of the first process counts.
         """
         newest = newest_permanent(store, prefix, newer_than, warn_once) if is_first else None
         if newest is not None:
             return (newest,)
-        return (_END,) if time.monotonic() >= deadline else (_WAIT,)
+        if time.monotonic() >= deadline:
+            return (_END,)
+        return (_WAIT,)
 
     problem = f"{store.directory}: cannot be read: see the error of process 0"
     while True:
-        (step,) = (
-            processes.first_ints_on_all(poll, 1, problem, OSError) if is_distributed else poll()
-        )
+        if is_distributed:
+            (step,) = processes.first_ints_on_all(poll, 1, problem, OSError)
+        else:
+            (step,) = poll()
         if step != _WAIT:
             return step
         time.sleep(min(store.poll_secs, max(deadline - time.monotonic(), 0.0)))
@@ -211,10 +214,7 @@ def as_directory(directory: object) -> str:
 
 
 def _is_checkpoint(path: str) -> bool:
-    """Whether a directory has a manifest of jstep.
-
-    Folders of web applications have other files of that name.
-    """
+    # The head tells it from the manifest.json of a web application.
     with contextlib.suppress(OSError), open_regular(os.path.join(path, MANIFEST_FILE)) as file:
         return bool(file.read(len(MANIFEST_HEAD)) == MANIFEST_HEAD)
     return False

@@ -43,16 +43,16 @@ def open_for_run(
 ) -> OpenedForRun:
     """Claim the prefix, and open the newest checkpoint.
 
-    In this order: nobody else saves or deletes once the prefix is claimed, so the checkpoint that
-    is opened is the one to resume from, whatever an earlier start has still saved before. A run
-    that will save nothing does not claim: it would wait for the claim of a bucket whose writer was
-    killed, for nothing.
+    The claim comes first. After it nobody else saves or deletes, so the newest checkpoint stays the
+    one to resume from, even if an earlier start was still saving when this one began. A run that
+    will save nothing does not claim: in a bucket whose writer was killed, it would wait for the
+    claim in vain.
 
     Args:
         state: The state to save later, or its shapes.
         stop_step: The step at which the run ends.
-        check_latest: Raises an error if the processes have found different steps: the claim that
-            follows is a collective, which all of them must call, or none.
+        check_latest: Raises an error if the processes have found different steps. The claim that
+            follows is a collective, which either all of them call, or none.
         is_ended: Whether the run of a checkpoint at `stop_step`, or later, owes nothing more.
     """
     # The others would wait in `check_latest` for a process that cannot read the directory.

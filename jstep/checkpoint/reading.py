@@ -1,4 +1,4 @@
-"""Reading of one checkpoint, whose manifest is read once, when it is opened (`finding`)."""
+"""Reading of one checkpoint. `finding` opens it, which reads its manifest; nothing rereads it."""
 
 import copy
 import dataclasses
@@ -51,10 +51,10 @@ def gone(path: str) -> GoneError:
 
 
 class OpenCheckpoint:
-    """A checkpoint that was found.
+    """An open checkpoint.
 
-    What is read of it is of this one, never of one that has replaced it since. All methods but
-    `file` are called on all processes.
+    All that is read belongs to this checkpoint, never to one that has replaced it since. All
+    methods but `file` are called on all processes.
 
     Attributes:
         path: Its path or URL.
@@ -62,15 +62,20 @@ class OpenCheckpoint:
     """
 
     def __init__(
-        self, store: Store, prefix: str, path: str, manifest: Manifest, told: set[str] | None = None
+        self,
+        store: Store,
+        prefix: str,
+        path: str,
+        manifest: Manifest,
+        warned_of: set[str] | None = None,
     ) -> None:
         self._store = store
         self._prefix = prefix
         self.path = path
         self.manifest = manifest
-        # What a Saver has warned of. All that it opens share the set: an evaluator restores one
-        # after the other.
-        self._told = set[str]() if told is None else told
+        # All checkpoints that a Saver opens share the set: an evaluator, which restores one after
+        # the other, warns once.
+        self._warned_of = set[str]() if warned_of is None else warned_of
 
     @property
     def step(self) -> int:
@@ -89,11 +94,8 @@ class OpenCheckpoint:
         return self._store.is_gone(self.path, self.manifest)
 
     def corrupted(self, problem: str) -> CheckpointError:
-        """Return the error for something in it that jstep does not write.
-
-        It also says which checkpoint is intact.
-        """
-        return unusable(self._store, self._prefix, self.path, [problem], is_corrupted=True)
+        """Return the error for content that jstep does not write; it names an intact checkpoint."""
+        return self._unusable([problem])
 
     def file(self, name: str) -> bytes:
         """See `Saver.read_file`. Each process reads on its own."""
@@ -159,7 +161,7 @@ class OpenCheckpoint:
             restored = self.read_leaves(list(reads.values()))
             for i, value in zip(reads, restored, strict=True):
                 values[i] = targets.place_leaf(wanted[i], value)
-            # Copies and ages are made of what was restored.
+            # Copies and ages are computed from the restored values.
             for i, want in enumerate(wanted):
                 if want.copy is not None:
                     values[i] = match.copy_leaf(want, values)
@@ -169,7 +171,7 @@ class OpenCheckpoint:
         return values
 
     def _log_differences(self, matched: match.CheckpointMatch) -> None:
-        """Log what a partial restore leaves out: only this log shows a misspelt path."""
+        """Log what a partial restore skips: nothing else shows that a path is misspelt."""
         guards = [repr(want.path) for want in matched.wanted if want.is_guard]
         if guards:
             logger.info(
@@ -183,25 +185,20 @@ class OpenCheckpoint:
             return
         copies: list[str] = []
         ages: list[str] = []
-        left: list[str] = []
+        unchanged: list[str] = []
         for want in matched.wanted:
             if want.fresh_age is not None:
                 ages.append(repr(want.path))
             elif want.copy is not None:
                 copies.append(repr(want.path))
-            elif (
-                want.source is None
-                and want.left_out is None
-                and not want.is_guard
-                and not want.is_draw
-            ):
-                left.append(repr(want.path))
+            elif want.is_unmatched:
+                unchanged.append(repr(want.path))
         shared = [repr(want.path) for want in matched.wanted if want.shares_age]
         logger.warning(
             "%s was restored in part%s%s%s%s%s%s",
             self.path,
             format_items("started as copies of what was restored", copies),
-            format_items("left unchanged in target", left),
+            format_items("left unchanged in target", unchanged),
             format_items(f"started at step {self.step}, because their slots are new", ages),
             format_items("not used from the checkpoint", [repr(name) for name in matched.unused]),
             format_items("as old as restored slots, with which they share an age", shared),
@@ -210,31 +207,30 @@ class OpenCheckpoint:
 
     def _warn_of_raw_model_state(self, matched: match.CheckpointMatch) -> None:
         """Warn once of parameter averages restored beside a model state without averages."""
+        if _RAW in self._warned_of:
+            return
+        if not any(want.keys[0] == PARAMS for want in matched.wanted):
+            return
         model_state = (SLOTS, MODEL_STATE)
-        raw: list[match.WantedLeaf] = []
+        raw: list[str] = []
         for want in matched.wanted:
-            is_raw = (
-                want.source is not None and want.source.keys[:2] == want.keys[:2] == model_state
-            )
-            if is_raw and trees.is_floating(want.dtype):
-                raw.append(want)
-        if (
-            raw
-            and _RAW not in self._told
-            and any(want.keys[0] == PARAMS for want in matched.wanted)
-        ):
-            self._told.add(_RAW)
+            if want.source is None or not trees.is_floating(want.dtype):
+                continue
+            if want.source.keys[:2] == want.keys[:2] == model_state:
+                raw.append(repr(want.path))
+        if raw:
+            self._warned_of.add(_RAW)
             logger.warning(
                 "use_averages: %s has averages of the parameters, and no averages of the model "
                 "state, such as statistics of BatchNorm, which belongs to the raw parameters%s. "
                 "Average both by jstep.ExponentialMovingAverage(…, model_state=True), or recompute "
                 "the model state with the averages",
                 self.path,
-                format_items("restored as it was", [repr(want.path) for want in raw]),
+                format_items("restored as it was", raw),
             )
 
     def read_leaves(self, reads: Sequence["LeafRead"]) -> list[Any]:
-        """Return the values of leaves, which nothing else uses.
+        """Return the values of leaves, each with memory of its own.
 
         They are NumPy arrays if JAX does not support their dtype.
         """
@@ -244,12 +240,13 @@ class OpenCheckpoint:
             is_wide = (
                 leaf.dtype in _WIDE and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
             )
-            if is_wide or (half is not None and half.shape != leaf.shape):
-                # Scales have fewer numbers.
-                sharding = None
+            # The other half may be scales. They have fewer numbers, which the sharding of the leaf
+            # need not fit.
+            has_scales = half is not None and half.shape != leaf.shape
+            sharding_of_parts = None if is_wide or has_scales else sharding
             for part in (leaf, half):
                 if part is not None and part.array is not None:
-                    shardings.setdefault(part.array, sharding)
+                    shardings.setdefault(part.array, sharding_of_parts)
             uses[leaf.array] += 1
         arrays = self._read(shardings)
         values = []
@@ -263,8 +260,8 @@ class OpenCheckpoint:
     def _read(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """Read stored arrays by name; corrupted arrays are never returned.
 
-        The processes agree on the outcome. If other processes hold the same of an array, each reads
-        a part of it, and they exchange the parts.
+        Either all processes succeed, or all raise an error. Of data that several processes need,
+        each reads a part, and they exchange the parts.
         """
         read = self._read_here(shardings)
         digest = 0 if read.plan is None else read.plan.digest
@@ -284,10 +281,7 @@ class OpenCheckpoint:
         return resharded | read.plan.exchange(read.boxes)
 
     def _read_here(self, shardings: Mapping[str, Any]) -> "_OwnRead":
-        """Read what this process reads, and return an error instead of raising it.
-
-        All processes must know of it before one raises it.
-        """
+        """Read this process's share; return an error, which all must know before one raises it."""
         try:
             reader = self._store.reader(self.path, self.manifest)
             problem = processes.text_from_first(reader.foreign_content)
@@ -304,7 +298,7 @@ class OpenCheckpoint:
     def _raise_read_error(
         self, is_corrupted: bool, problems: Sequence[str], failure: Exception | None
     ) -> NoReturn:
-        """Raise an error on all processes, of which some could not read.
+        """Raise an error on all processes, after at least one of them could not read.
 
         Args:
             is_corrupted: Whether a process has found corruption, rather than another failure.
@@ -313,21 +307,24 @@ class OpenCheckpoint:
         """
         if processes.text_from_first(lambda: "gone" if self.is_gone() else ""):
             raise gone(self.path)
-        if is_corrupted:
-            texts = processes.gather_texts("; ".join(problems[: SHOWN + 1]))
-            found = list(problems)
-            if not processes.is_single_process():
-                found = list(dict.fromkeys(text for text in texts if text))
+        if not is_corrupted:
+            reason = "see the error of another process"
+            if failure is not None:
+                reason = describe_error(failure)
+            raise CheckpointError(f"{self.path} could not be read: {reason}") from failure
+        texts = processes.gather_texts("; ".join(problems[: SHOWN + 1]))
+        found = list(problems)
+        if not processes.is_single_process():
+            found = list(dict.fromkeys(text for text in texts if text))
 
-            def describe() -> str:
-                problems = [*self._store.describe_files(self.path, self.manifest), *found]
-                return str(
-                    unusable(self._store, self._prefix, self.path, problems, is_corrupted=True)
-                )
+        def describe() -> str:
+            problems_of_files = self._store.describe_files(self.path, self.manifest)
+            return str(self._unusable([*problems_of_files, *found]))
 
-            raise CorruptedCheckpointError(processes.text_from_first(describe))
-        reason = "see the error of another process" if failure is None else describe_error(failure)
-        raise CheckpointError(f"{self.path} could not be read: {reason}") from failure
+        raise CorruptedCheckpointError(processes.text_from_first(describe))
+
+    def _unusable(self, problems: Sequence[str]) -> CheckpointError:
+        return unusable(self._store, self._prefix, self.path, problems, is_corrupted=True)
 
 
 class _OwnRead(NamedTuple):

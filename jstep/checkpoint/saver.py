@@ -456,7 +456,7 @@ class Saver:
 
 
 def engine_of(saver: Saver) -> SaverEngine:
-    """Return what a run calls of its Saver beside the methods that users call."""
+    """Return the engine of a Saver, with methods that only a run may call."""
     return saver._engine
 
 

@@ -18,8 +18,8 @@ from jstep.stores.owners import new_token, remove_temporary, space, temporary_pa
 from jstep.stores.urls import absolute, is_url, join_path, location
 
 OTHER_HOST_SECS = 60.0
-"""How long to look for a file of another host: for so long a network disk remembers that there was
-no directory."""
+"""How long to look for a file of another host. A network disk may remember for this long that the
+directory was missing."""
 SAME_HOST_SECS = 2.0
 """How long to look for a file of this host, whose processes see each other's files immediately."""
 _POLL_SECS = 0.2
@@ -73,8 +73,8 @@ def check_shared(directory: str | os.PathLike[str], argument: str) -> None:
         if processes.is_process_0() and announced.name:
             _remove(path, announced.name)
     if is_url(announced.path):
-        # All wait until the object is removed. Otherwise another process might list a bucket
-        # without a mark meanwhile, and take a list that changes while it is read as truncated.
+        # All wait until the object is removed. A process that listed a bucket without a mark
+        # meanwhile could take the list, which changes while it is read, for a truncated one.
         processes.any_process(False)
 
 

@@ -52,11 +52,11 @@ class TargetLeaf(Generic[Source]):
     @property
     def sharding_of_data(self) -> Any:
         """The sharding to read an array with; None to read it into NumPy, for `place_leaf`."""
-        splits_no_data = isinstance(self.sharding, NamedSharding | SingleDeviceSharding)
-        if not trees.is_key(self.leaf) or splits_no_data:
+        if not trees.is_key(self.leaf):
             return self.sharding
-        # The data of a key has more axes than the key, and another kind of sharding than these two
-        # may split them.
+        if isinstance(self.sharding, NamedSharding | SingleDeviceSharding):
+            return self.sharding
+        # The data of a key has more axes than the key, and other shardings may split these.
         return None
 
 
@@ -118,8 +118,10 @@ def target_kind(leaf: Any, path: str, advice: str) -> tuple[tuple[int, ...], Any
     if trees.is_python_number(leaf):
         return (), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
     if isinstance(leaf, jax.ShapeDtypeStruct) or trees.is_array(leaf):
-        is_numpy = isinstance(leaf.dtype, np.dtype)  # not the dtype of a PRNG key
-        return tuple(leaf.shape), leaf.dtype.newbyteorder("=") if is_numpy else leaf.dtype
+        dtype = leaf.dtype
+        if isinstance(dtype, np.dtype):  # not the dtype of a PRNG key
+            dtype = dtype.newbyteorder("=")
+        return tuple(leaf.shape), dtype
     what = describe_type(leaf) if isinstance(leaf, np.ndarray) else type(leaf).__name__
     raise TypeError(f"target: {trees.quote_path(path)} is {what}; {advice}")
 
