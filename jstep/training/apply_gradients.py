@@ -200,38 +200,40 @@ def _apply(
     optimizer: OptimizerLike,
     context: Context,
 ) -> UpdateResult:
-    """Call `update(state, grads, optimizer, context)` wherever the state's slots and shards are."""
+    """Call `update(state, grads, optimizer, context)`, whether slots are on the host or sharded."""
     optimizer = as_optimizer("optimizer", optimizer)
     check_alive(as_state(state))
     placement.check_no_shapes((state, grads), "state and gradients")
-    evaluate = context.value_and_grad and meshes.leaving_auto_axes(
-        context.value_and_grad, state.params
-    )
-    slots, limit = load_small_slots(state)
+    # Below, the optimizer runs on Auto axes. The loss runs on the user's axes there, too.
+    value_and_grad = context.value_and_grad
+    if value_and_grad is not None:
+        value_and_grad = meshes.leaving_auto_axes(value_and_grad, state.params)
+    loaded_slots, limit = load_small_slots(state)
 
     def update_on_auto_axes(
-        state: TrainState, grads: Updates, step_context: Context
+        state: TrainState, grads: Updates, arrays_of_context: Context
     ) -> UpdateResult:
-        # Always 1, which XLA must not know: otherwise it inlines the loops of transfers and loses
-        # their order.
-        transfers = (
-            None if limit is None else Transfers(limit, jnp.where(step_array(state) >= 0, 1, 0))
-        )
+        context = arrays_of_context._replace(value_and_grad=value_and_grad)
+        transfers = None
+        if limit is not None:
+            # Always 1, which XLA must not know: otherwise it inlines the loops of transfers and
+            # loses their order.
+            transfers = Transfers(limit, jnp.where(step_array(state) >= 0, 1, 0))
         with setting(TRANSFERS, transfers):
-            result = update(state, grads, optimizer, step_context._replace(value_and_grad=evaluate))
-        shown = moves(state.params, result.updates)  # as added to the parameters
+            result = update(state, grads, optimizer, context)
+        added = moves(state.params, result.updates)
         params, slots = apply_in_order(
             state.params, result.updates, result.slots, result.roles.in_order
         )
         new = result.state.replace(params=params, slots={**state.slots, **slots})
-        return result._replace(state=new, updates=shown, slots=slots)
+        return result._replace(state=new, updates=added, slots=slots)
 
     specs_of = meshes.shard_like(UpdateResult(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
     with setting(placement.LAYOUTS, parameter_layouts(state)):
-        loaded_state = state.replace(slots=slots)
-        context = context._replace(value_and_grad=None)
+        loaded_state = state.replace(slots=loaded_slots)
+        arrays_of_context = context._replace(value_and_grad=None)
         result = meshes.call_on_auto_axes(
-            update_on_auto_axes, loaded_state, grads, context, specs_of=specs_of
+            update_on_auto_axes, loaded_state, grads, arrays_of_context, specs_of=specs_of
         )
     return result._replace(state=jax.tree.map(placement.place_like_old, result.state, state))
 
@@ -244,13 +246,13 @@ def _update(
     matched = match_gradients(grads, state.params)
     old_slots = _slots_of_optimizers(state)
     roles = roles_of(optimizer, state.params)
-    # Both raise if their wrapper is inside of others.
+    # Both are called for their errors: they raise if their wrapper is inside of others.
     guards.current_loss_scale(roles, old_slots)
     guards.noise_slots(roles)
-    # Without frozen leaves, so that no norm and no wrapper sees them.
-    trained_only = functools.partial(drop_frozen, optimizer, state.params)
-    grads = trained_only(grads)
-    context = inner_context(context, lambda params: params, trained_only)
+    # Frozen leaves are dropped here, so that no norm and no wrapper sees them.
+    keep_trained = functools.partial(drop_frozen, optimizer, state.params)
+    grads = keep_trained(grads)
+    context = inner_context(context, lambda params: params, keep_trained)
     if all(map(trees.is_none, jax.tree.leaves(grads, is_leaf=is_slices))):
         raise NoGradientsError(state.params, "All gradients are None or of frozen leaves.")
     note_update(optimizer, state, grads, roles, increments=increment)
@@ -267,20 +269,16 @@ def _update(
     _check_slots(old_slots, slots)
     skipped_by = {name: slots[name] == guards.SKIPPED_MARK for name in guarding}
     slots |= {name: guards.last_finite_step(old_slots[name], slots[name]) for name in guarding}
-    if not increment:
-        # An age is global_step − start_step: an update at the same step makes it larger by one, and
-        # none leaves it.
-        slots |= {
-            name: jax.tree.map(lambda slot: slot - 1, slots[name])
-            for name in roles.names_with(*COUNTS)
-        }
-        slots |= {
-            name: jnp.minimum(slots[name], jnp.asarray(step).astype(slots[name].dtype))
-            for name in guarding
-        }
-    new = state.replace(
-        slots={**state.slots, **slots}, global_step=later_step(step) if increment else step
-    )
+    if increment:
+        new_step = later_step(step)
+    else:
+        new_step = step
+        # An age is global_step − start_step, and counts this update although the step stays.
+        for name in roles.names_with(*COUNTS):
+            slots[name] = jax.tree.map(lambda slot: slot - 1, slots[name])
+        for name in guarding:
+            slots[name] = jnp.minimum(slots[name], jnp.asarray(step).astype(slots[name].dtype))
+    new = state.replace(slots={**state.slots, **slots}, global_step=new_step)
     return UpdateResult(new, updates, slots, roles, skipped_by)
 
 
@@ -307,7 +305,7 @@ def _marks(slots: Slots, roles: Roles) -> Slots:
 def _end_step(
     state: TrainState, no_gradients: Updates, optimizer: Optimizer, context: Context
 ) -> UpdateResult:
-    """Move what moves once a step, and increment the step."""
+    """Move the averages with `per_step=True`, and increment the step."""
     step = step_array(state)
     old_slots = _slots_of_optimizers(state)
     roles = roles_of(optimizer, state.params)
@@ -318,8 +316,9 @@ def _end_step(
             optimizer, no_gradients, old_slots | _marks(old_slots, roles), inputs
         )
     _check_slots(old_slots, new_slots)
-    names = {*roles.per_step, *map(roles.halves.get, roles.per_step)}
-    moved = {name: slot for name, slot in new_slots.items() if name in names}
+    # `compact` stores a slot in two arrays, and both have moved.
+    moving = {*roles.per_step, *map(roles.halves.get, roles.per_step)}
+    moved = {name: slot for name, slot in new_slots.items() if name in moving}
     # The ages of all other slots stay as they are.
     later = replace_step(state, step, later_step(step))
     slots = _slots_of_optimizers(later) | moved
@@ -371,7 +370,8 @@ def check_fits(optimizer: Optimizer, state: TrainState) -> None:
         with meshes.using_mesh(meshes.mesh_of(state)):
             new_slots = jax.eval_shape(update, state.params, old_slots, state.global_step)
     except Exception:
-        # Perhaps it needs more than this, such as sparse gradients: its step raises what is wrong.
+        # The update may need more than this, such as sparse gradients. If not, the step itself
+        # raises the same error.
         return
     _check_slots(old_slots, new_slots)
 
@@ -417,14 +417,18 @@ def skip_metrics(
     if guards.current_loss_scale(result.roles, old.slots) is not None:
         unscalable = ~guards.all_finite(grads, old.params)
         for name in map(_metric_name, result.roles.names_with(Role.LOSS_SCALE)):
-            skips[name] = skips[name] | unscalable if name in skips else unscalable
+            if name in skips:
+                skips[name] = skips[name] | unscalable
+            else:
+                skips[name] = unscalable
     if not skips:
         return {}
     overall = functools.reduce(jnp.logical_or, skips.values())
     if not is_guarded(optimizer):
-        # A guarded optimizer applies nothing that is not finite; of others, this is looked for.
+        # Parts of the optimizer that no guard covers may have applied values that are not finite.
         overall &= ~_became_nonfinite(result.updates, old.slots, result.slots, result.roles)
-    return {name: value.astype(jnp.float32) for name, value in (skips | {SKIPPED: overall}).items()}
+    skips[SKIPPED] = overall
+    return {name: value.astype(jnp.float32) for name, value in skips.items()}
 
 
 def _metric_name(slot: str) -> str:

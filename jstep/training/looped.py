@@ -105,9 +105,9 @@ def _leading_size(stacked: object, length: int | None) -> int:
         f"none at {path!r}" for path, leaf in trees.leaves_with_paths(stacked) if not np.ndim(leaf)
     ]
     if len(sizes) != 1 or 0 in sizes or scalars:
-        got = ", ".join([*sizes.values(), *scalars]) or (
-            "no arguments: give scan_steps(train_step, length=K)"
-        )
+        got = ", ".join([*sizes.values(), *scalars])
+        if not got:
+            got = "no arguments: give scan_steps(train_step, length=K)"
         raise ValueError(
             "scan_steps: all arguments must have a leading axis of K steps, "
             f"got {got}; stack K values"
@@ -163,18 +163,18 @@ class LoopedStep(TrainStep):
             lanes=single.lanes,
         )
         super().__init__(looped, donate=donate)
-        self._one = step if isinstance(step, TrainStep) else TrainStep(single, donate=False)
+        self._single = step if isinstance(step, TrainStep) else TrainStep(single, donate=False)
         self.max_steps = max_steps
         self.accumulate = accumulate
         self._traced: dict[Any, TracedStep] = {}
 
     def prepare(self, state: Tree, args: tuple[Any, ...]) -> TracedStep:
-        """Trace one step, from the arguments or the shapes of one step; `_body` finds its trace."""
+        """Trace one step from its arguments or their shapes, and keep the trace for `_body`."""
         args = jax.tree.map(one_shape, args)
         with using_mesh(mesh_of((state, args))):
-            traced = jitted_program(self._one, state, args).trace(state, *args)
+            traced = jitted_program(self._single, state, args).trace(state, *args)
         step = _traced_step(traced.jaxpr, traced.out_tree)
-        self._traced[_key(state, args)] = step
+        self._traced[_trace_key(state, args)] = step
         return step
 
     def _body(
@@ -187,7 +187,9 @@ class LoopedStep(TrainStep):
         # `prepare` has traced the step for the first state of a run, to know its metrics. A later
         # state may be on a mesh although that one was not: then the step is traced here, within the
         # trace of the program.
-        traced = self._traced.get(_key(state, row)) or self._trace(state, row, batch_specs)
+        traced = self._traced.get(_trace_key(state, row))
+        if traced is None:
+            traced = self._trace(state, row, batch_specs)
         accumulator = self.accumulate(traced)
         jaxpr = traced.jaxpr
 
@@ -197,9 +199,9 @@ class LoopedStep(TrainStep):
             values = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves((state, args)))
             state, (computed, _) = jax.tree.unflatten(traced.out, values)
             # Reading the numbers must not change how XLA compiles the step.
-            row = accumulator.row(jax.lax.optimization_barrier(computed))
+            numbers = accumulator.row(jax.lax.optimization_barrier(computed))
             rows = jax.tree.map(
-                lambda rows, x: jax.lax.dynamic_update_index_in_dim(rows, x, i, 0), rows, row
+                lambda rows, x: jax.lax.dynamic_update_index_in_dim(rows, x, i, 0), rows, numbers
             )
             return state, computed, rows
 
@@ -216,10 +218,11 @@ class LoopedStep(TrainStep):
 
     def _trace(self, state: Tree, row: tuple[Any, ...], batch_specs: Tree) -> TracedStep:
         """Trace one step for a state that `prepare` has not seen."""
+        # The first two arguments of the program are the number of steps and the sums.
         specs = None if batch_specs is None else batch_specs[2:]
         if self.max_steps is not None:
             specs = jax.tree.map(drop_step_axis, specs)
-        body = as_pure_step(self._one).body
+        body = as_pure_step(self._single).body
         trace = jax.make_jaxpr(lambda state, args: body(state, args, specs), return_shape=True)
         jaxpr, shapes = trace(state, row)
         return _traced_step(jaxpr, jax.tree.structure(shapes))
@@ -246,7 +249,9 @@ def loop_step(
 def one_shape(leaf: object) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
-    return shape_of(leaf, leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None)
+    if isinstance(leaf, jax.Array) and leaf.committed:
+        return shape_of(leaf, leaf.sharding)
+    return shape_of(leaf, None)
 
 
 def _traced_step(jaxpr: Any, out: Any) -> TracedStep:
@@ -264,12 +269,14 @@ def _pad_row(x: object) -> Any:
 
 def _take_row(x: object, i: object) -> Any:
     mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty:
+        return jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
     # A batch may be on Auto axes while the state is on Explicit ones.
-    with contextlib.nullcontext() if mesh.empty else jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh):
         return jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
 
 
-def _key(state: Tree, args: tuple[Any, ...]) -> Any:
+def _trace_key(state: Tree, args: tuple[Any, ...]) -> Any:
     """Return what a step's trace depends on: structure, shapes, dtypes, axes of Explicit meshes."""
     shapes: list[Any] = []
     for leaf in jax.tree.leaves((state, args)):

@@ -38,8 +38,9 @@ class Constants:
 
     Attributes:
         all: Name → NumPy scalar or read-only array; the same objects at each call.
-        values: Those that are hyperparameters, which hooks show once.
+        values: The hyperparameters among them, which hooks show once.
         skipped: The name of the metric that reports skipped updates; None without a guard.
+        has_ratios: Whether a computed metric is a `MeanOf`.
     """
 
     def __init__(
@@ -82,21 +83,23 @@ class StepMetrics(NamedTuple):
     constants: Constants
 
     def merged(self) -> Any:
-        return {**self.computed, **self.constants.all} if self.constants.all else self.computed
+        if not self.constants.all:
+            return self.computed
+        return {**self.computed, **self.constants.all}
 
 
-# The metrics that a step returns may be any mapping, and nested. This is the only place that asks:
+# The metrics that a step returns may be any mapping, and nested. They are flattened only here:
 # whatever reads metrics later gets a flat dict.
 
 
 def flat_metrics(metrics: Any) -> Any:
     """Return a mapping of metrics as a flat dict, `{"world": {"kl": x}}` as `{"world/kl": x}`.
 
-    Anything but a mapping is returned as it is; whoever requires metrics rejects it.
+    Anything else is returned unchanged; callers that require metrics reject it.
     """
     if not isinstance(metrics, Mapping):
         return metrics
-    # Steps that are not compiled come here at each call.
+    # The fast path: steps that are not compiled flatten their metrics at each call.
     if type(metrics) is dict and not any(isinstance(value, Mapping) for value in metrics.values()):
         return metrics
     flat: dict[str, Any] = {}
@@ -201,8 +204,10 @@ class RequestedMetrics:
 
         def norm(name: str) -> Array:
             if name == GRAD_NORM:
-                measured = global_norm(gradients)
-                return measured if scale is None else measured / scale.astype(measured.dtype)
+                scaled_norm = global_norm(gradients)
+                if scale is None:
+                    return scaled_norm
+                return scaled_norm / scale.astype(scaled_norm.dtype)
             if name == "update_norm":
                 return global_norm(updates)
             return global_norm(
@@ -214,14 +219,15 @@ class RequestedMetrics:
         }
         if not self.functions:
             return measured
-        raw = _public(gradients if scale is None else guards.unscale(gradients, scale))
-        public_updates = _public(updates)
+        unscaled = gradients if scale is None else guards.unscale(gradients, scale)
+        raw_gradients = _as_public(unscaled)
+        public_updates = _as_public(updates)
         for name, fn in self.functions.items():
-            measured[name] = fn(raw, public_updates, params)
+            measured[name] = fn(raw_gradients, public_updates, params)
         return measured
 
 
-def _public(updates: Updates) -> Updates:
+def _as_public(updates: Updates) -> Updates:
     def leaf(x: object) -> Any:
         if trees.is_none(x):
             return None

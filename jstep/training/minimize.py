@@ -238,29 +238,36 @@ def minimize(
         differentiate = several_losses(loss_fn, make_differentiation)
     else:
         differentiate = make_differentiation(loss_fn, var_list)
+    if rng is not None:
+        rng = device_values.as_key(rng, "rng")
     update_step = UpdateStep(
         optimizer,
         differentiate,
         wanted,
         has_aux=has_aux,
         has_model_state=has_model_state,
-        rng=None if rng is None else device_values.as_key(rng, "rng"),
+        rng=rng,
         pass_step=as_bool(pass_step, "pass_step"),
         averages=as_average_names(use_averages),
         schedule=sharpness if callable(sharpness) else None,
         increments=increment_global_step,
     )
+    body: Body = update_step
+    if lanes is not None:
+        body = _make_lanes_body(lanes, update_step)
     pure_step = PureStep(
-        update_step if lanes is None else _make_lanes_body(lanes, update_step),
+        body,
         title=_title_of(loss_fn),
         depends_on_rows=differentiate.depends_on_rows,
         lanes=lanes,
         optimizer=optimizer,
         increments=increment_global_step,
     )
+    if jit:
+        return TrainStep(pure_step, donate=donate)
     # A `PureStep` is called in the same way; its own type would need a second signature of all
     # arguments.
-    return TrainStep(pure_step, donate=donate) if jit else cast(TrainStep, pure_step)
+    return cast(TrainStep, pure_step)
 
 
 def _title_of(loss_fn: object) -> str:
@@ -275,7 +282,7 @@ def _title_of(loss_fn: object) -> str:
 class UpdateStep:
     """The body of a train step of `minimize`: the gradients of one or more losses, and one update.
 
-    `schedule` is that of the radius of sharpness-aware minimization, or None.
+    `schedule` is the schedule of the radius of sharpness-aware minimization, or None.
     """
 
     optimizer: Optimizer
@@ -308,7 +315,9 @@ class UpdateStep:
         scale = guards.current_loss_scale(roles, state.slots)
         if self.wanted.noise:
             guards.check_noise_slots(roles)
-        kwargs: dict[str, Any] = {"step": step} if self.pass_step else {}
+        kwargs: dict[str, Any] = {}
+        if self.pass_step:
+            kwargs["step"] = step
         if self.averages is not None:
             averages_for = functools.partial(_averages_for, names=self.averages)
             kwargs["averages"] = evaluate_reproducibly(lanes, averages_for, state)
@@ -318,9 +327,8 @@ class UpdateStep:
         inputs = LossInputs(state.params, model_state, args, kwargs, key, batch_specs, scale, lanes)
         differentiate = self.differentiate
         if self.schedule is not None:
-            sharpness = evaluate_reproducibly(
-                lanes, functools.partial(value_at, "sharpness", self.schedule), step
-            )
+            sharpness_at = functools.partial(value_at, "sharpness", self.schedule)
+            sharpness = evaluate_reproducibly(lanes, sharpness_at, step)
             differentiate = replace_losses(differentiate, sharpness=sharpness)
         try:
             result = differentiate(inputs)
@@ -349,26 +357,23 @@ class UpdateStep:
         new_state = move_model_state(new_state, update.roles)
 
         hyperparameters = self.optimizer.hyperparameters(step_array(state))
-        named = {
-            "the optimizer's hyperparameters": hyperparameters,
-            "the optimizer's slots": slot_metrics(update.roles, state.slots) | skipped,
-            **loss_metrics(
-                result, self.has_aux, is_several=isinstance(self.differentiate, SeveralLosses)
-            ),
-            "the noise scale": (
-                guards.noise_metrics(update.roles, update.slots) if self.wanted.noise else {}
-            ),
-            **self.wanted.measured(result.gradients, update.updates, new_state.params, scale),
-        }
+        # Metrics by their origin, which an error about two of one name shows.
+        named: dict[str, Mapping[str, Any]] = {"the optimizer's hyperparameters": hyperparameters}
+        named["the optimizer's slots"] = slot_metrics(update.roles, state.slots) | skipped
+        is_several = isinstance(self.differentiate, SeveralLosses)
+        named |= loss_metrics(result, self.has_aux, is_several=is_several)
+        if self.wanted.noise:
+            named["the noise scale"] = guards.noise_metrics(update.roles, update.slots)
+        named |= self.wanted.measured(result.gradients, update.updates, new_state.params, scale)
 
-        def refusal(name: str, first: str, second: str) -> str:
+        def describe_collision(name: str, first: str, second: str) -> str:
             return f"metrics: {second} and {first} both have {name!r}; rename it in {second}"
 
-        metrics = trees.merge_dicts(named.items(), refusal)
+        metrics = trees.merge_dicts(named.items(), describe_collision)
         return new_state, split_metrics(metrics, SKIPPED if skipped else None, hyperparameters)
 
     def _context(self, inputs: LossInputs, result: LossResult, scale: Array | None) -> Context:
-        """Return what the optimizer may use of the step: loss, gradient elsewhere, key, noise."""
+        """Return the loss, the gradients at other parameters, a key and the gradient noise."""
         noise = None if result.squares is None else estimate_noise(result.squares)
         if not self.optimizer.takes_context:
             return EMPTY_CONTEXT._replace(noise=noise)
@@ -376,8 +381,9 @@ class UpdateStep:
 
         def value_and_grad(params: Params) -> tuple[Array, Updates]:
             other = plain(inputs._replace(params=params))
-            gradients = other.gradients if scale is None else guards.unscale(other.gradients, scale)
-            return other.loss, gradients
+            if scale is None:
+                return other.loss, other.gradients
+            return other.loss, guards.unscale(other.gradients, scale)
 
         return Context(result.loss, value_and_grad, inputs.part_inputs(CONTEXT_KEY_SALT).key, noise)
 
@@ -447,23 +453,22 @@ class SeveralLosses:
                 note(error, f"This error was raised while the loss {name!r} was differentiated.")
                 raise
             grads = treedef.flatten_up_to(results[name].gradients)
-            if all(grads[index] is None for index in chosen[name]):
+            trained = [grads[index] for index in chosen[name]]
+            if all(gradient is None for gradient in trained):
                 raise ValueError(
                     f"loss_fn: the loss {name!r} depends on none of the parameters that it trains"
                 )
-            gradients = trees.replace_leaves(
-                gradients, chosen[name], [grads[index] for index in chosen[name]]
-            )
-        losses = [result.loss for result in results.values()]
-        summaries = [
-            result.summaries for result in results.values() if result.summaries is not None
-        ]
+            gradients = trees.replace_leaves(gradients, chosen[name], trained)
+        total = functools.reduce(operator.add, [result.loss for result in results.values()])
+        gated = apply_gate(gradients, self.gate_gradients)
+        created = [result.summaries for result in results.values() if result.summaries is not None]
+        summaries = created[0]._merged(created) if created else None
         return LossResult(
-            loss=functools.reduce(operator.add, losses),
+            loss=total,
             model_state=None,
             aux={name: (result.loss, result.aux) for name, result in results.items()},
-            gradients=treedef.unflatten(apply_gate(gradients, self.gate_gradients)),
-            summaries=_merge_summaries(summaries),
+            gradients=treedef.unflatten(gated),
+            summaries=summaries,
             squares=together_squared([result.squares for result in results.values()]),
         )
 
@@ -529,13 +534,12 @@ def _aux_and_summaries(result: LossResult) -> tuple[Mapping[str, Any], Any]:
     return joined
 
 
-def _merge_summaries(summaries: list[Any]) -> Any:
-    return summaries[0]._merged(summaries) if summaries else None
-
-
 def _name_aux(aux: object) -> Mapping[str, Any]:
     """Return aux as metrics by their names: the entries of a mapping, or all of it as `aux`."""
-    return step_metrics.flat_metrics(aux) if isinstance(aux, Mapping) else {"aux": aux}
+    if isinstance(aux, Mapping):
+        flat: Mapping[str, Any] = step_metrics.flat_metrics(aux)
+        return flat
+    return {"aux": aux}
 
 
 def _choose_leaves(params: Params, losses: Mapping[str, LossGradients]) -> dict[str, list[int]]:

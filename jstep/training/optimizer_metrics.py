@@ -44,7 +44,7 @@ class OptimizerMetrics(NamedTuple):
     """What optimizers report.
 
     Attributes:
-        hyperparameters: Hooks show those that are constants once.
+        hyperparameters: Name → value. Hooks show constants only once.
         slot_values: Injected hyperparameters and loss scales, whose values are in slots.
     """
 
@@ -80,28 +80,29 @@ def _copy(inputs: _Inputs) -> _Inputs:
     return jax.tree.map(jnp.copy, inputs)
 
 
-def _shape(leaf: Any) -> Any:
+def _shape_and_sharding(leaf: Any) -> Any:
     sharding = getattr(leaf, "sharding", None)
-    return trees.shape_of(
-        leaf, sharding if isinstance(sharding, NamedSharding) else None, weak=True
-    )
+    if not isinstance(sharding, NamedSharding):
+        sharding = None
+    return trees.shape_of(leaf, sharding, weak=True)
 
 
 _NOTHING = StepMetrics({}, Constants({}, SKIPPED))
 _MAX_PROGRAMS = 8
-"""An uncompiled step may make its optimizer anew at each call: then no more is compiled for it."""
+"""A step that is not compiled may create an optimizer at each call: then we stop compiling."""
 
 _Compute = Callable[[_Inputs], StepMetrics]
 
 
 class CustomStepMetrics:
-    """Calls a step that jstep did not make; returns what its optimizers report beside its result.
+    """Calls a step that jstep did not make; returns its result and what its optimizers report.
 
-    A compiled step names its optimizers when it is traced: they are known after its first call, and
-    stay. One that is not compiled may call another optimizer each time, and is watched at each
-    call. What it calls may be compiled: then an update is seen only when it is traced, which may
-    have been in an earlier run. So we take it that each call makes the compiled updates of the
-    first one, until a call makes another one. From then on only those that are seen are reported.
+    The optimizers of a compiled step are seen when it is traced: they are known after its first
+    call, and do not change. A step that is not compiled may call another optimizer each time, and
+    is watched at each call. The functions that it calls may be compiled: then an update is seen
+    only when it is traced, perhaps in an earlier run. We therefore assume that each call makes the
+    compiled updates of the first call, until a call makes another one. From then on only updates
+    that are seen are reported.
     """
 
     def __init__(self, step: Any) -> None:
@@ -122,24 +123,25 @@ class CustomStepMetrics:
         self, call: Callable[..., Any], state: Tree, args: tuple[Any, ...]
     ) -> tuple[Any, StepMetrics]:
         """Return the result of `call(state, *args)`, and the metrics of its optimizers."""
-        if self._is_first:
-            names = roles_in(state).names_with(Role.HELD, Role.LOSS_SCALE)
-            self._slot_names = [name for name in names if name in state.slots]
-        elif self._fixed is not None:
+        if self._fixed is not None:
             return call(state, *args), self._fixed
-        elif self._program is not None:
+        if self._program is not None:
+            # Before the step, which may donate the state.
             with internal_transfers():
                 metrics = self._program(self._inputs(state))
             return call(state, *args), metrics
+        if self._is_first:
+            names = roles_in(state).names_with(Role.HELD, Role.LOSS_SCALE)
+            self._slot_names = [name for name in names if name in state.slots]
         return self._watch(call, state, args)
 
     def join(
         self, reported: StepMetrics, metrics: Any, state: Tree, args: tuple[Any, ...]
     ) -> tuple[Any, Constants]:
-        """Return the metrics of a call with what was reported beside it, and constant metrics.
+        """Return a call's metrics with those of its optimizers, and the constants among them.
 
-        Hooks show the constants once. `state` is that which the step returned, of the kind that it
-        was given.
+        Hooks show the constants once. `state` is the state that the step returned; it has the same
+        kind as the one that was passed in.
         """
         if not isinstance(metrics, dict):
             return metrics, reported.constants
@@ -165,7 +167,8 @@ class CustomStepMetrics:
             if self._is_first:
                 self._known = known_compiled(self._step, structure)
             if self._is_compiled and not self._known and not found.made_to(structure):
-                self._trace_again(found, state, args)  # it was traced before
+                # It was traced before, so that this call has shown nothing.
+                self._trace_again(found, state, args)
             seen = found.made_to(structure)
         updates = join_updates(self._known, seen)
         if self._is_first:
@@ -199,7 +202,7 @@ class CustomStepMetrics:
         return self._programs.setdefault(key, jax.jit(compute))
 
     def _trace_again(self, found: StepUpdates, state: Tree, args: tuple[Any, ...]) -> None:
-        """Trace a step compiled before the run, so that its first call has shown nothing."""
+        """Trace a step that was compiled before the run, to see its updates."""
         try:
             step = self._step.__wrapped__
             # Not `step` itself, whose traces JAX keeps. Those of the compiled functions that it
@@ -207,7 +210,8 @@ class CustomStepMetrics:
             # will do.
             current = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]  # created at run time
             with jax.default_matmul_precision("float32" if current == "highest" else "highest"):
-                jax.eval_shape(lambda *both: step(*both), *jax.tree.map(_shape, (state, *args)))
+                shapes = jax.tree.map(_shape_and_sharding, (state, *args))
+                jax.eval_shape(lambda *arguments: step(*arguments), *shapes)
         except Exception as error:
             # The step has static arguments, for example, which are not known here.
             logger.debug("the optimizers of the step are not known: %s", error)
@@ -226,27 +230,27 @@ def _call_if_possible(program: _Compute, inputs: _Inputs) -> StepMetrics:
         return _NOTHING
 
 
-# A step around one of `minimize` may return its metrics, and the constants among them. They are
-# known as constants if they are numbers on the host, or constants of the program; not by their
-# names, since a metric `epsilon` may be a rate of exploration.
+# A step that wraps one of `minimize` may return its metrics, constants included. Numbers on the
+# host and constants of the program are recognized as constants. Names are not enough: a metric
+# `epsilon` may be a rate of exploration.
 
 
 def join_metrics(
     reported: StepMetrics, metrics: dict[str, Any]
 ) -> tuple[dict[str, Any], Constants]:
-    """Return the metrics of a custom step with those of its optimizers, and constant metrics.
+    """Return the metrics of a custom step with those of its optimizers, and the constants.
 
     Hooks show the constants once. A metric that the step itself returns replaces one of its
     optimizer.
     """
     constants = reported.constants
     joined = {**reported.merged(), **metrics}
-    both = constants.all.keys() & metrics.keys()
-    replaced = {name for name in both if not _is_same(metrics[name], constants.all[name])}
+    in_both = constants.all.keys() & metrics.keys()
+    replaced = {name for name in in_both if not _is_same(metrics[name], constants.all[name])}
     if not replaced:
         return joined, constants
-    kept = {name: value for name, value in constants.all.items() if name not in replaced}
-    return joined, Constants(kept, SKIPPED, constants.values.keys() - replaced)
+    remaining = {name: value for name, value in constants.all.items() if name not in replaced}
+    return joined, Constants(remaining, SKIPPED, constants.values.keys() - replaced)
 
 
 def _is_same(value: Any, constant: Any) -> bool:
@@ -256,7 +260,7 @@ def _is_same(value: Any, constant: Any) -> bool:
 def constants_of(
     step: Any, names: Collection[str], state: Tree, args: tuple[Any, ...]
 ) -> dict[str, Any]:
-    """Return those of these metrics of a compiled step that are constants of its program."""
+    """Return the metrics with these names that are constants of a compiled step's program."""
     if not names or not hasattr(step, "trace"):
         return {}
     try:

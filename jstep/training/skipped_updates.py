@@ -1,9 +1,10 @@
 """Skipped updates of a step that jstep did not make, found in the state that it returns.
 
-A guard keeps its slot `last_finite_step` if it skips an update, and so does a step that makes none,
-such as the other branch of a `lax.cond`. Before the step the slot is therefore replaced by a mark,
-which only a guard that skips changes to another one, in any scan, cond or vmap; after the step,
-what is still a mark becomes the old value again. The loss scale needs no mark, because it shrinks.
+A guard that skips an update leaves its slot `last_finite_step` unchanged. So does a step that makes
+no update, such as the other branch of a `lax.cond`. To tell them apart, we replace the slot by a
+mark before the step. A guard that skips changes it to another mark, in any scan, cond or vmap; an
+update that is not skipped replaces it by a step. After the step, a remaining mark becomes the old
+value again. The loss scale needs no mark, because it shrinks if an update is skipped.
 """
 
 import functools
@@ -31,7 +32,7 @@ class GuardSlots(NamedTuple):
 
 
 def mark_guards(state: Tree, *, may_be_donated: bool = False) -> tuple[Any, GuardSlots | None]:
-    """Return a state whose guards note what they do, and their slots; None if it has no guards."""
+    """Return the state with marks in the slots of its guards, and these slots (None: no guards)."""
     roles = roles_in(state)
     last_names = [
         name for name in roles.names_with(Role.LAST_FINITE) if is_array(state.slots.get(name))
@@ -48,20 +49,21 @@ def mark_guards(state: Tree, *, may_be_donated: bool = False) -> tuple[Any, Guar
         }
         scales = {name: state.slots[name] for name in scale_names}
         if may_be_donated:
+            # They are compared with the new scales. `last_finite` is not passed to the step.
             scales = {name: jnp.copy(scale) for name, scale in scales.items()}
     new = TrainState(state.params, {**state.slots, **marked}, state.global_step, roles=roles)
     return new, GuardSlots(last_finite, marked, scales)
 
 
 def restore_guards(slots: GuardSlots | None, new: Any, metrics: Any) -> tuple[Any, Any]:
-    """Return a step's state and metrics: guards have their values, and `skipped` is a metric."""
+    """Return a step's state without marks, and its metrics with `skipped`."""
     if slots is None or not isinstance(new, TrainState) or not isinstance(new.slots, Mapping):
         return new, metrics
     marks = {name: new.slots[name] for name in slots.last_finite if is_array(new.slots.get(name))}
     scales = {name: new.slots[name] for name in slots.scales if is_array(new.slots.get(name))}
     if any(jnp.shape(marks[name]) != jnp.shape(slots.last_finite[name]) for name in marks):
-        return new, metrics  # such a state is rejected
-    # A stage that makes no update returns the very slots that it was given.
+        return new, metrics  # `keep_kind` rejects the state
+    # A step that makes no update returns the very slots that it was given.
     has_other_mark = any(marks[name] is not slots.marked[name] for name in marks)
     has_other_scale = any(scales[name] is not slots.scales[name] for name in scales)
     makes_updates = has_other_mark or has_other_scale
@@ -95,8 +97,8 @@ def _read_marks(
     is_skipped = functools.reduce(
         jnp.logical_or, [jnp.all(skip) for skip in skips], jnp.asarray(False)
     )
-    # What a guard skipped may have been applied beside it, as by the optimizer of another player of
-    # a GAN.
+    # Another optimizer of the step, such as that of the other player of a GAN, may have applied
+    # what a guard skipped.
     is_skipped = jax.lax.cond(is_skipped, _are_finite, lambda params: False, params)
     return last_finite, is_skipped.astype(jnp.float32)
 

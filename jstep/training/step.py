@@ -74,8 +74,10 @@ class PureStep:
 
     @property
     def description(self) -> str:
-        """Its title, and its optimizer as one types it."""
-        return self.title if self.optimizer is None else f"{self.title}, {self.optimizer!r}"
+        """The title, and the call that makes the optimizer."""
+        if self.optimizer is None:
+            return self.title
+        return f"{self.title}, {self.optimizer!r}"
 
     @shortens_tracebacks
     def __call__(self, state: TrainState[P], *args: Any) -> tuple[TrainState[P], dict[str, Any]]:
@@ -122,8 +124,8 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
             new, metrics = fallback(
                 call_user_step, marked, args, specs_of=meshes.shard_like((state,))
             )
-        # A function that the user compiles, and the step calls, may have been traced for another
-        # program.
+        # The step may call a function that the user compiled. If it was traced for another program,
+        # its updates are not seen here.
         updates = join_updates(known_compiled(step, structure), found.made_to(structure))
         new, metrics = restore_guards(guard_slots, new, flat_metrics(metrics))
         hyperparameters: Mapping[str, Any] = {}
@@ -135,7 +137,7 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
         # A user-defined step reports a skipped update with a metric of the same name as jstep's.
         is_guarded = isinstance(metrics, dict) and SKIPPED in metrics
         split = split_metrics(metrics, SKIPPED if is_guarded else None, hyperparameters)
-        # The error of an integer beyond 32 bits names it, unlike JAX's.
+        # Unlike JAX's, its error of an integer beyond 32 bits names the metric.
         computed = device_values.prepare_for_device(split.computed, "metrics")
         return new, split._replace(computed=computed)
 
@@ -172,9 +174,9 @@ def makes_step() -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
 def step_function(step: object) -> PureStep | None:
     """Return the pure function of a step of `minimize`, compiled or not, or of its loop."""
     pure_step = step._pure if isinstance(step, TrainStep) else step
-    return (
-        pure_step if isinstance(pure_step, PureStep) and pure_step.optimizer is not None else None
-    )
+    if isinstance(pure_step, PureStep) and pure_step.optimizer is not None:
+        return pure_step
+    return None
 
 
 def merge_constants(
@@ -184,7 +186,7 @@ def merge_constants(
     return state, metrics.merged()
 
 
-# The kind of the state that a step returns: that of the state that it was given.
+# A step returns a state of the same kind as its argument: roles, structure, shapes and dtypes.
 
 
 def keep_kind(name: str, old: Tree, new: Tree) -> Any:
@@ -196,9 +198,9 @@ def keep_kind(name: str, old: Tree, new: Tree) -> Any:
     has_structure = trees.structure(new) == trees.structure(old)
     if has_structure and any(map(trees.is_weak, jax.tree.leaves(new))):
         new = jax.tree.map(_as_strong, new, old)
-    # In a trace, NumPy's float64 becomes a float32. A step that is not traced returns it as it is,
-    # to be saved so.
-    type_of = jax.typeof if trees.has_tracers(old) else _own_type
+    # In a trace, NumPy's float64 becomes a float32. A step that is not traced returns it unchanged,
+    # and it is saved as float64.
+    type_of = jax.typeof if trees.has_tracers(old) else _exact_type
     if has_structure:
         pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
         if all(_is_alike(new_leaf, old_leaf, type_of) for new_leaf, old_leaf in pairs):
@@ -247,14 +249,13 @@ def _is_alike(new: Any, old: Any, type_of: Callable[[Any], Any]) -> bool:
     return (new_type.shape, new_type.dtype) == (old_type.shape, old_type.dtype)
 
 
-def _own_type(leaf: Any) -> Any:
+def _exact_type(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray | np.generic):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype.newbyteorder("="))
     return jax.typeof(leaf)
 
 
-# The layout of a state, which is stored on states that a step returned, and the steps compiled for
-# it.
+# A step stores the layout on the state that it returns, so that the next call inspects no leaves.
 
 
 class StateLayout:
@@ -291,10 +292,13 @@ def place_result(new: Any, layout: StateLayout, *, donated: bool) -> Any:
     if not isinstance(step, jax.Array) or isinstance(step, jax.core.Tracer):
         return new
     if layout.mesh is not None:
-        may_be_set = donated  # then no leaf shares memory with another, or with the old state
+        # `call_step` does not check a state with a layout for shared memory. If the old state was
+        # donated, no leaf shares memory with another, or with the old state.
+        may_be_stored = donated
     else:
-        may_be_set = type(step.sharding) is not NamedSharding
-    if may_be_set:
+        # A batch on a mesh moves the state there.
+        may_be_stored = type(step.sharding) is not NamedSharding
+    if may_be_stored:
         object.__setattr__(new, "_layout", layout)  # a TrainState is frozen
     return new
 
@@ -333,9 +337,9 @@ class TrainStep:
     ) -> None:
         self.__wrapped__ = as_function(step, "step", "(state, *args) -> (state, metrics)")
         self.__name__ = getattr(step, "__name__", "train_step")
-        self.__doc__ = (
-            type(self).__doc__ if isinstance(step, PureStep) else step.__doc__ or type(self).__doc__
-        )
+        self.__doc__ = type(self).__doc__
+        if not isinstance(step, PureStep) and step.__doc__:
+            self.__doc__ = step.__doc__
         self.donate = as_bool(donate, "donate")
         self._pure = as_pure_step(step)
         self.title = self._pure.title
@@ -356,8 +360,11 @@ class TrainStep:
     def _program(
         self, layout: StateLayout, args: tuple[Any, ...], kind: str = "call", *, donates: bool
     ) -> Any:
-        """Return the program for some layouts; `kind="merged"` returns all metrics together."""
-        batch_specs = self._pure.batch_specs(args) if self._pure.depends_on_rows else None
+        """Return the program for some layouts.
+
+        `kind="call"` returns `StepMetrics`, `kind="merged"` all metrics in one dict.
+        """
+        batch_specs = self._pure.batch_specs(args)
         specs: tuple[Any, ...] = ()
         if batch_specs is not None:
             specs = (trees.structure(batch_specs), *jax.tree.leaves(batch_specs))
@@ -378,13 +385,16 @@ class TrainStep:
             with setting(SHARDINGS, shardings), doing(TRACING):  # only JAX calls this
                 return body(state, args, batch_specs)
 
-        traced.__name__ = traced.__qualname__ = self.__name__  # in JAX's errors
+        # JAX shows this name in its errors.
+        traced.__name__ = traced.__qualname__ = self.__name__
         options: dict[str, Any] = {}
         if shardings is not None:
             # Otherwise XLA may choose another sharding for an output than for its input, which
             # prevents donation and recompiles the step for its own result.
-            sums = (NamedSharding(layout.mesh, PartitionSpec()),) if self._returns_sums else ()
-            options = {"out_shardings": (shardings, None, *sums)}
+            out_shardings = [shardings, None]
+            if self._returns_sums:
+                out_shardings.append(NamedSharding(layout.mesh, PartitionSpec()))
+            options["out_shardings"] = tuple(out_shardings)
         return jax.jit(traced, donate_argnums=(0,) if donates else (), **options)
 
     @shortens_tracebacks
@@ -424,13 +434,13 @@ class TrainStep:
 def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
     """Call the program of a step; return `(state, StepMetrics)`, for a `LoopedStep` also its sums.
 
-    A state that a step returned has its layout, and is quick: on one device, and with JAX's usual
-    settings, nothing of it is looked at but whether it was donated, and its program is called
-    without contexts.
+    The fast path is that of a state that a step returned, which carries its layout. On one device,
+    and with JAX's usual settings, only its global step is inspected, which shows whether the state
+    was donated, and the program is called without contexts.
     """
     layout = getattr(state, "_layout", None)
     is_returned = layout is not None
-    if layout is None:  # a handmade state
+    if layout is None:  # created or changed by the user
         state = device_values.prepare_for_device(trees.copy_numpy(state, "state"), "state")
         check_no_shapes((state, args), "state and batch")
         layout = inspect_layout(state)
@@ -445,8 +455,10 @@ def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
     if any(meshes.special_settings(jax.config)):
         transfers = meshes.internal_transfers()
         donates = _donates(step)
-    # As `_program`, without a call at each step.
-    program = None if step._pure.depends_on_rows else step._programs.get(("call", donates, layout))
+    program = None
+    if not step._pure.depends_on_rows:
+        # What `_program` would return, without calling it at each step.
+        program = step._programs.get(("call", donates, layout))
     if program is None:
         program = step._program(layout, args, donates=donates)
     if mesh is None and not is_returned:
@@ -479,9 +491,10 @@ def trace_program(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str
 
 def jitted_program(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str = "call") -> Any:
     """Return the function of `jax.jit` that a step calls, for arrays or shapes."""
-    return step._program(
-        getattr(state, "_layout", None) or inspect_layout(state), args, kind, donates=_donates(step)
-    )
+    layout = getattr(state, "_layout", None)
+    if layout is None:
+        layout = inspect_layout(state)
+    return step._program(layout, args, kind, donates=_donates(step))
 
 
 def _donates(step: TrainStep) -> bool:

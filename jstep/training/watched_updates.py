@@ -1,4 +1,4 @@
-"""Updates of a train step, seen while it is traced; warnings of those that mean something else.
+"""Updates of a train step, seen while it is traced; warnings about likely mistakes.
 
 These are warnings and not errors, because each of these programs is sometimes intended.
 """
@@ -29,8 +29,8 @@ class MadeUpdate(NamedTuple):
     """An update that a step has made.
 
     Attributes:
-        hyperparameters: Of its optimizer: what a step reports.
-        structure: That of the state.
+        hyperparameters: The optimizer's function of this name, which identifies the update.
+        structure: The structure of the state.
         is_traced: Whether it was traced. A function that the user compiles is traced once, and
             makes the update unseen from then on; an update that is not traced is seen at each call.
     """
@@ -51,8 +51,8 @@ def has_unknown(known: Sequence[MadeUpdate], seen: Sequence[MadeUpdate]) -> bool
 def join_updates(known: Sequence[MadeUpdate], seen: Sequence[MadeUpdate]) -> list[MadeUpdate]:
     """Return the updates of a call that made the seen ones, and perhaps compiled known ones.
 
-    They keep the order in which the known ones were seen, because of two hyperparameters of one
-    name the later one is reported.
+    The known ones come first, in their order: if two hyperparameters have one name, the later one
+    is reported.
     """
     if has_unknown(known, seen):
         # Whether this call also makes the known ones is not known.
@@ -78,11 +78,12 @@ class StepUpdates:
             call are unknown.
         rounded: Leaf → its dtype of 16 bits, if an optimizer updates it that does not keep what is
             rounded away.
-        repeated: What is due at some steps only (`Roles.by_step`), and is updated several times in
-            one step.
-        step: The global step of the state that the train step was given.
-        counts: What is due at some steps only, and the global step of an update → the number of
-            such updates. The global step is kept, so that its id stays unique.
+        repeated: Wrappers that are due at some steps only (`Roles.by_step`), and are updated
+            several times in one step.
+        step: The global step of the state that was passed to the train step.
+        counts: A wrapper that is due at some steps only, and the id of the global step of an update
+            → the global step and the number of such updates. The global step is kept, so that its
+            id stays unique.
     """
 
     updated: set[str] = dataclasses.field(default_factory=set)
@@ -130,10 +131,11 @@ class StepUpdates:
         self.made = made
 
     def note_due(self, name: str, step: object, *, increments: bool) -> None:
+        """Note an update of a wrapper that is due at some steps only."""
         _, count = self.counts.get((name, id(step)), (step, 0))
         self.counts[name, id(step)] = step, count + 1
-        # A loop is traced once, with a global step of its own. An update in it that leaves the step
-        # as it is makes sense only if there are several.
+        # A loop is traced once, with a global step of its own. An update in it that does not
+        # increment the step makes sense only if there are several.
         is_in_loop = step is not self.step and not increments
         if count or is_in_loop:
             self.repeated.add(name)
@@ -148,12 +150,13 @@ _UPDATES: contextvars.ContextVar[StepUpdates | None] = contextvars.ContextVar(
 def watch_updates(state: Tree = None) -> Iterator[StepUpdates]:
     """Collect the updates of a step in this context, and then warn of them.
 
-    `state` is that which the step gets.
+    `state` is the state that is passed to the step.
     """
     outer = _UPDATES.get()
     step = getattr(state, "global_step", None)
     if outer is not None:  # a step inside of another one, or one whose program is being traced
-        outer.step = step if outer.step is None else outer.step
+        if outer.step is None:
+            outer.step = step
         yield outer
         return
     with (
@@ -258,11 +261,11 @@ def note_update(
 
 
 def _labels_with_age(ages: Collection[str], labels: Labels) -> set[str | None]:
-    """The labels to which these ages belong: all, if one of them is above the labels."""
+    """Return the labels to which these ages belong: all, if one age is above the labels."""
     all_labels = {*labels}
     aging = set[str | None]()
     for age in ages:
-        # Of the labels 'a' and 'a/b', the age 'a/b/start_step' is of the second.
+        # With labels 'a' and 'a/b', the age 'a/b/start_step' belongs to 'a/b', the longer one.
         owners = [
             label for label in all_labels if label is not None and age.startswith(f"{label}/")
         ]
@@ -298,7 +301,7 @@ def _object_and_method(step: Any) -> tuple[Any, Any]:
 
 
 def remember_updates(step: Any, found: StepUpdates) -> None:
-    """Keep what a step trains with the step.
+    """Store the updates of a step on the step.
 
     Another run may call the same compiled program without tracing it.
     """
@@ -315,7 +318,7 @@ def remember_updates(step: Any, found: StepUpdates) -> None:
 
 
 def remember_varied(step: Any, found: StepUpdates) -> None:
-    """Keep that a later call of a step has made other compiled updates than its first call."""
+    """Store that a later call of a step has made other compiled updates than its first call."""
     known = known_updates(step) or found
     known.has_varied = True
     remember_updates(step, known)
