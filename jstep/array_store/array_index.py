@@ -1,9 +1,9 @@
 """The index of the database of a checkpoint's arrays: what is stored under which key, and where.
 
-It is read here before tensorstore reads it, because tensorstore trusts an index. In a malicious
-one, a tree may name one child many times, or one chunk under many keys, so that a few kilobytes are
-an endless list. Keys that share a long prefix may expand to thousands of times the bytes of their
-node (`tensorstore.ocdbt.dump` writes them all out: 200 kB take 2.3 GB). Here, time and memory are
+It is read here before tensorstore reads it, because tensorstore trusts an index. A malicious one
+may name one child many times, or one chunk under many keys, so that a few kilobytes become an
+endless list. Keys that share a long prefix may expand to thousands of times the bytes of their node
+(`tensorstore.ocdbt.dump` writes them all out: 200 kB take 2.3 GB). Here, time and memory are
 proportional to the bytes of the nodes.
 
 An OCDBT database is a tree of nodes. The manifest names its root, an interior node its children,
@@ -59,7 +59,7 @@ class ArrayIndex(NamedTuple):
     """The content of a database.
 
     Attributes:
-        values: Key → where its value is, or the value itself. No two of them have a byte in common.
+        values: Key → where its value is, or the value itself. No two values share a byte.
         damaged: Why some nodes could not be read. Nothing is known about the keys below them.
     """
 
@@ -79,7 +79,7 @@ class ArrayIndex(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """A reference to a node; all keys below it begin with the prefix, which it leaves out."""
+    """A reference to a node, which stores its keys without the prefix that they all have."""
 
     extent: Extent
     height: int
@@ -96,10 +96,10 @@ def read_index(read: ReadRange) -> ArrayIndex | None:
     Raises:
         UntrustedError: It is not an index that jstep writes.
     """
-    index = ArrayIndex({}, [])
     manifest = read(ROOT, 0, None)
     if manifest is None:
         return None
+    index = ArrayIndex({}, [])
     level: list[_Node] = []
     try:
         level = _root_of(manifest)
@@ -169,34 +169,32 @@ def _content_of(
     if not count:
         raise UntrustedError("a node has no keys")
     # A key has the first bytes of the one before, as many as are shared, and then its own.
-    shared = [0, *body.numbers(max(0, count - 1))]
-    unshared = body.numbers(count)
-    # How many bytes of a child's key all keys below the child begin with. The child leaves these
-    # out: its `prefix`.
-    common = body.numbers(count) if height else ()
-    key_bytes = sum(shared) + sum(unshared) + count * len(node.prefix)
+    shared_bytes = [0, *body.numbers(max(0, count - 1))]
+    own_bytes = body.numbers(count)
+    # How many bytes of a child's key all keys below the child begin with. They become its `prefix`.
+    prefix_bytes = body.numbers(count) if height else ()
+    key_bytes = sum(shared_bytes) + sum(own_bytes) + count * len(node.prefix)
     if key_bytes > _KEY_ROOM + _MAX_KEY_RATIO * node.extent.length:
         raise UntrustedError(f"a node of {node.extent.length} bytes has keys of {key_bytes}")
-    keys = list(_keys(body, shared, unshared))
+    keys = [node.prefix + key for key in _keys(body, shared_bytes, own_bytes)]
     if height:
         extents = body.extents(paths, count)
         body.numbers(3 * count)  # statistics
         children = [
-            _Node(extent, height - 1, node.prefix + key[:length])
-            for key, length, extent in zip(keys, common, extents, strict=True)
+            _Node(extent, height - 1, key[: len(node.prefix) + length])
+            for key, length, extent in zip(keys, prefix_bytes, extents, strict=True)
         ]
         body.check_end()
         return children, ()
-    values = _values(body, paths, count)
-    return [], zip([node.prefix + key for key in keys], values, strict=True)
+    return [], zip(keys, _values(body, paths, count), strict=True)
 
 
-def _keys(body: "_Body", shared: Sequence[int], unshared: Sequence[int]) -> Iterator[bytes]:
+def _keys(body: "_Body", shared_bytes: Sequence[int], own_bytes: Sequence[int]) -> Iterator[bytes]:
     key = b""
-    for begin, length in zip(shared, unshared, strict=True):
-        if begin > len(key):
+    for shared, own in zip(shared_bytes, own_bytes, strict=True):
+        if shared > len(key):
             raise UntrustedError("a key shares more bytes with the one before than that has")
-        key = key[:begin] + body.take(length)
+        key = key[:shared] + body.take(own)
         yield key
 
 
@@ -260,8 +258,8 @@ def _body(data: bytes | None, magic: bytes) -> "_Body":
 
 
 def _checksum() -> Callable[[bytes], int] | None:
-    # An installation without dependencies lacks the package: tensorstore then finds what is damaged
-    # when it reads it.
+    # An installation without dependencies lacks the package. Then tensorstore finds damaged nodes
+    # when it reads them.
     try:
         import google_crc32c
     except ImportError:
@@ -304,26 +302,26 @@ class _Body:
         if lengths.max() > _MAX_NUMBER_BYTES:
             raise UntrustedError("a number has too many bytes")
         values = np.zeros(count, np.uint64)
-        # All numbers at once, one byte of each after the other.
+        # All numbers at once: the first byte of each, then the second byte of those that have one.
         for i in range(int(lengths.max())):
-            longer = lengths > i
-            values[longer] |= (part[starts[longer] + i] & np.uint64(127)) << np.uint64(7 * i)
+            has_byte = lengths > i
+            bits = part[starts[has_byte] + i] & np.uint64(127)
+            values[has_byte] |= bits << np.uint64(7 * i)
         self._position += int(stops[-1])
         found: Sequence[int] = values.tolist()
         return found
 
     def paths(self) -> list[str]:
-        """Take the table of files: paths, each with the beginning shared with the one before."""
+        """Take the table of files: their paths, stored like keys."""
         count = self.number()
-        shared = [0, *self.numbers(max(0, count - 1))]
-        unshared = self.numbers(count)
+        shared_bytes = [0, *self.numbers(max(0, count - 1))]
+        own_bytes = self.numbers(count)
         # How much of each path is that of a database which was merged into this one.
         self.numbers(count)
-        if sum(shared) + sum(unshared) > _KEY_ROOM + _MAX_KEY_RATIO * len(self._data):
+        if sum(shared_bytes) + sum(own_bytes) > _KEY_ROOM + _MAX_KEY_RATIO * len(self._data):
             raise UntrustedError("the paths of its files are longer than it is")
-        return [
-            path.decode(errors="surrogateescape") for path in _keys(self, shared[:count], unshared)
-        ]
+        paths = _keys(self, shared_bytes[:count], own_bytes)
+        return [path.decode(errors="surrogateescape") for path in paths]
 
     def extents(self, paths: Sequence[str], count: int) -> list[Extent]:
         ids = self.numbers(count)

@@ -1,7 +1,7 @@
 """Reading of checkpoint arrays, each of which is verified.
 
 This module is imported on first use, because the import is slow. Chunks in a directory are read by
-`chunk_files`. tensorstore reads all others, and anything that is not as jstep writes it.
+`chunk_files`. tensorstore reads all others, and whatever differs from what jstep writes.
 """
 
 import collections
@@ -57,7 +57,7 @@ _UNAVAILABLE = (
     "DEADLINE_EXCEEDED",
     "UNAUTHENTICATED",
 )
-"""Beginnings of errors that say nothing about the data."""
+"""How errors begin that say nothing about the data."""
 _CORRUPTION = {
     "NOT_FOUND": "is missing",
     "DATA_LOSS": "has another checksum",
@@ -90,9 +90,9 @@ _OPTIONAL_METADATA = [
 
 
 def _strip_optional(metadata: Any) -> Any:
-    """Return metadata without what is optional.
+    """Return metadata without optional entries, if these have their usual values.
 
-    Another value stays, and makes them differ from what is expected.
+    An entry of another value stays, so that the metadata differ from what is expected.
     """
     for (*path, last), value in _OPTIONAL_METADATA:
         record = metadata
@@ -165,10 +165,10 @@ class ArrayReader:
             self._read_ahead = _READ_AHEAD_OF_BUCKETS
 
     def foreign_content(self) -> str:
-        """Describe anything in the checkpoint that jstep does not write; or return "".
+        """Describe content that jstep does not write; or return "". tensorstore must not open it.
 
-        tensorstore must not open it. There must be only regular files, and in the database each
-        value must have bytes of its own: as many as the arrays of the manifest need.
+        There must be only regular files, and in the database each value must have bytes of its own:
+        as many as the arrays of the manifest need.
         """
         needed = {}
         for name in self._leaves_by_array:
@@ -194,10 +194,7 @@ class ArrayReader:
         return "; ".join(self.problems)
 
     def _foreign_files(self, needed: int) -> str:
-        """Describe what the directory has that jstep does not write.
-
-        Its files must have the bytes that are needed.
-        """
+        """Describe what jstep does not write, or that the files have fewer bytes than needed."""
         directory = self._base["path"].rstrip("/")
         if self._has_own_directory and os.path.islink(directory):
             return f"{os.path.basename(directory)} is a link"
@@ -214,8 +211,10 @@ class ArrayReader:
     @functools.cached_property
     def _chunk_bytes(self) -> dict[str, int]:
         index = self._index("")
-        # Nothing is known here of an array in a damaged node; tensorstore says what is wrong.
-        return {} if index is None or index.damaged else index.chunk_bytes()
+        if index is None or index.damaged:
+            # Nothing is known here of an array in a damaged node; tensorstore says what is wrong.
+            return {}
+        return index.chunk_bytes()
 
     def _index(self, directory: str) -> ArrayIndex | None:
         """Read the index of the database in a directory; None if there is none."""
@@ -240,10 +239,9 @@ class ArrayReader:
         try:
             shape, dtype = shape_and_dtype(self._leaves_by_array[name])
             part = self._parts.get(name, shape)
-            if len(part) == len(shape) and all(map(_is_part, part, shape)):
-                return ArrayKind(
-                    shape, jnp.dtype(dtype), chunk_shape(part, shape, jnp.dtype(dtype).itemsize)
-                )
+            if len(part) == len(shape) and all(map(_is_length_of_part, part, shape)):
+                jax_dtype = jnp.dtype(dtype)
+                return ArrayKind(shape, jax_dtype, chunk_shape(part, shape, jax_dtype.itemsize))
             why = f"it has parts of shape {part}"
         except (TypeError, ValueError) as error:
             why = str(error)
@@ -259,9 +257,9 @@ class ArrayReader:
         placed: dict[str, Any] = {}
         buffers = _Buffers()
         kinds = self.kinds(shardings)
-        wanted = {
-            name: boxes_of(local_parts(kinds[name].shape, shardings[name])) for name in shardings
-        }
+        wanted: dict[str, Sequence[ShardBounds]] = {}
+        for name, sharding in shardings.items():
+            wanted[name] = boxes_of(local_parts(kinds[name].shape, sharding))
 
         def new_memory(name: str, box: ShardBounds) -> Any:
             return buffers.take(
@@ -334,6 +332,7 @@ class ArrayReader:
                 reading = self._begin(name, kinds[name], memory, files, stored)
                 begun.append(reading)
                 ahead += reading.nbytes
+                # The newest one stays, however large it is, and is read while the caller works.
                 while ahead > max_ahead and len(begun) > 1:
                     oldest = begun.popleft()
                     self._end(oldest, kinds, stored, ahead)
@@ -379,7 +378,7 @@ class ArrayReader:
         stored: dict[str, Any],
         ahead: int,
     ) -> None:
-        """Wait until an array is read; `ahead` are bytes that may have to be transferred before."""
+        """Wait until an array is read; up to `ahead` bytes may have to be transferred for it."""
         name = reading.name
         for box, future in reading.reads.items():
             if isinstance(future, futures.Future):
@@ -393,9 +392,10 @@ class ArrayReader:
     def _read_stored(
         self, name: str, kind: ArrayKind, box: ShardBounds, values: Any, stored: dict[str, Any]
     ) -> Any:
-        """Begin to read a box by tensorstore, with an array of `stored`.
+        """Begin to read a box by tensorstore.
 
-        It adds an array that it opens to `stored`. None, and a problem, if it cannot be opened.
+        If the array is not in `stored`, it is opened and added. Returns None, and notes a problem,
+        if it cannot be opened.
         """
         if name not in stored:
             stored.update(self._open({name: kind}))
@@ -512,8 +512,8 @@ class ArrayReader:
     def _kind_of_file(self, name: str, read: Any) -> ArrayKind | None:
         """Return the kind of a file's array; None, and a problem, if its metadata are not jstep's.
 
-        All of it is compared. Metadata that another process than the first has written have no
-        checksum of their own, but the number of bytes stands in them twice.
+        All metadata are compared. They have no checksum if another process than the first has
+        written them, but they state the number of bytes twice.
         """
         if read is None:
             return None
@@ -546,7 +546,7 @@ class ArrayReader:
         """Return the result of a future for an array; None, and a problem, if it is corrupted."""
         try:
             result = self._wait(future, nbytes)
-            # A write has no result, and None is a problem.
+            # The result of a write is None, which here stands for a problem.
             return True if result is None else result
         except (ValueError, LostError) as error:
             text = str(error)
@@ -563,8 +563,8 @@ class ArrayReader:
             raise CorruptedCheckpointError(list(dict.fromkeys(self.problems)))
 
 
-def _is_part(length: int, size: int) -> bool:
-    """Return whether an axis of some size can have parts of some length."""
+def _is_length_of_part(length: int, size: int) -> bool:
+    """Return whether an axis of this size can be divided into parts of this length."""
     return 0 < length <= size
 
 
@@ -591,7 +591,7 @@ class _Reading(NamedTuple):
 class _Buffers:
     """Memory that is used again once an array was copied out of it.
 
-    New memory takes as long as reading into it.
+    Allocating new memory takes as long as reading into it.
     """
 
     def __init__(self) -> None:
@@ -609,7 +609,8 @@ class _Buffers:
         size = math.prod(shape) * dtype.itemsize
         buffer = self._take_free(size + 64, 2 * size + 2**20)
         # At 16 bytes after a multiple of 64. On CPUs, JAX would not copy memory that is aligned to
-        # 64 bytes, but use it in place, and the buffer could not be used again.
+        # 64 bytes, but use it in place, and the buffer could not be used again. 16 is a multiple of
+        # the size of every dtype.
         start = (16 - buffer.ctypes.data) % 64
         return buffer[start : start + size].view(dtype).reshape(shape)
 
@@ -626,8 +627,8 @@ class _Buffers:
 def place_boxes(kind: ArrayKind, sharding: Any, boxes: Mapping[ShardBounds, Any]) -> Any:
     """Return the array that some boxes make up.
 
-    With a sharding, it has memory of its own, and that of the boxes may be used again. Without one,
-    there is one box, and its NumPy array is returned.
+    With a sharding, it has memory of its own, so the memory of the boxes may be used again. Without
+    one, there is one box, and its NumPy array is returned.
     """
     if sharding is None:
         (values,) = boxes.values()
@@ -637,17 +638,20 @@ def place_boxes(kind: ArrayKind, sharding: Any, boxes: Mapping[ShardBounds, Any]
 
 
 def boxes_of(parts: Sequence[ShardBounds]) -> Sequence[ShardBounds]:
-    """Return one box if parts fill it, otherwise the parts.
+    """Return one box if the parts fill it, otherwise the parts.
 
-    With one box, no chunk is read once for each part.
+    A chunk that several parts need is then read once, not once for each part.
     """
-    # The least box that has all parts: on each axis, from the first start to the last stop.
+    # The smallest box that has all parts: on each axis, from the first start to the last stop.
     bounds = []
-    for ends in zip(*parts, strict=True):
-        starts, stops = zip(*ends, strict=True)
+    for bounds_of_axis in zip(*parts, strict=True):
+        starts, stops = zip(*bounds_of_axis, strict=True)
         bounds.append((min(starts), max(stops)))
     box = tuple(bounds)
-    return [box] if _box_size(box) <= sum(map(_box_size, parts)) else parts
+    # Parts do not overlap, so they fill the box if they have as many elements.
+    if _box_size(box) <= sum(map(_box_size, parts)):
+        return [box]
+    return parts
 
 
 def _box_size(box: ShardBounds) -> int:
@@ -657,7 +661,7 @@ def _box_size(box: ShardBounds) -> int:
 def _values_of_part(part: ShardBounds, boxes: Mapping[ShardBounds, Any]) -> Any:
     if part in boxes:
         return boxes[part]
-    # Otherwise the boxes are one that has all parts: see `boxes_of`.
+    # Otherwise there is one box, which has all parts: see `boxes_of`.
     ((box, values),) = boxes.items()
     index = [
         slice(start - origin, stop - origin)

@@ -35,8 +35,8 @@ class _Piece(NamedTuple):
     """A chunk of an array to read, and the part of it that a box needs.
 
     Attributes:
-        place: Where its bytes are, or these bytes.
-        shape: The shape of a stored chunk, of which the last along an axis may be beyond the end of
+        place: Where its bytes are, or the bytes themselves.
+        shape: The shape of a stored chunk. The last one along an axis may extend beyond the end of
             the array.
         indices: The indices in the chunk of the part to keep.
         values: The memory of that part.
@@ -117,11 +117,11 @@ class ChunkFiles:
     def _read_piece(self, piece: _Piece) -> bool:
         kept = piece.values
         nbytes = math.prod(piece.shape) * kept.dtype.itemsize
-        # The part that is kept is often the beginning of the chunk, and is then read into its final
-        # place. In the chunk it is followed by rows beyond the end of the array, if there are any,
-        # and by the checksum.
-        is_beginning = kept.flags.c_contiguous and kept.shape[1:] == tuple(piece.shape[1:])
-        if is_beginning and all(part.start == 0 for part in piece.indices):
+        # The part that is kept is often the beginning of the chunk, whole rows of it, and is then
+        # read into its final place. In the chunk it is followed by rows beyond the end of the
+        # array, if there are any, and by the checksum.
+        has_whole_rows = kept.flags.c_contiguous and kept.shape[1:] == tuple(piece.shape[1:])
+        if has_whole_rows and all(part.start == 0 for part in piece.indices):
             return self._read_chunk(piece.place, _as_bytes(kept), nbytes)
         whole = np.empty(piece.shape, kept.dtype)
         if not self._read_chunk(piece.place, _as_bytes(whole), nbytes):
@@ -132,9 +132,9 @@ class ChunkFiles:
     def _read_chunk(
         self, place: Extent | bytes, beginning: np.ndarray[Any, Any], nbytes: int
     ) -> bool:
-        """Read a chunk of `nbytes` bytes, and return whether its checksum matches.
+        """Read a chunk of `nbytes` bytes; return whether its checksum matches.
 
-        The beginning of the chunk is kept.
+        Its first bytes are read into `beginning`, and the others are dropped.
         """
         assert self._extend is not None
         stored_bytes = len(place) if isinstance(place, bytes) else place.length
@@ -178,8 +178,10 @@ def _fast_extend() -> Callable[[int, Any], int] | None:
         import google_crc32c
     except ImportError:
         return None
+    if google_crc32c.implementation != "c":
+        return None
     extend: Callable[[int, Any], int] = google_crc32c.extend
-    return extend if google_crc32c.implementation == "c" else None
+    return extend
 
 
 def _pieces(
@@ -200,6 +202,7 @@ def _pieces(
         if place is None:
             yield None
             continue
+        # The overlap of the chunk and the box, as indices in each of them.
         index_in_chunk = []
         index_in_box = []
         for i, step, size, (start, stop) in zip(number, chunk, shape, box, strict=True):
