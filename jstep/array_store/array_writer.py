@@ -2,7 +2,7 @@
 
 This module is imported on first use, because the import is slow. The arrays of a checkpoint are one
 OCDBT database: a tree of nodes, each with a CRC-32C, in files that also hold the chunks of the
-arrays. These are zarr3, each with a CRC-32C, which tensorstore checks whenever anything reads it.
+arrays. The chunks are zarr3's, each with a CRC-32C, which tensorstore checks at every read.
 """
 
 import functools
@@ -55,7 +55,7 @@ class OwnParts(NamedTuple):
 
 
 class _Division(NamedTuple):
-    """The division of the shards of an array between the devices that hold replicas of them.
+    """The division of an array's shards between the devices that hold replicas of them.
 
     Attributes:
         sharding: Gives each device its part.
@@ -87,30 +87,39 @@ class _LocalPart(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _division(sharding: Any, shape: tuple[int, ...], itemsize: int) -> _Division:
     divided = divide_replicas(sharding, shape, itemsize)
-    local = sharding.addressable_devices_indices_map(shape)  # in the order of the shards
-    shards = {device: (i, bounds(index, shape)) for i, (device, index) in enumerate(local.items())}
+    # Device of this process → the position of its shard, in this order, and the shard's bounds.
+    shards: dict[Any, tuple[int, ShardBounds]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        shards[device] = len(shards), bounds(index, shape)
     # Part → how many devices so far hold it: the number of the replica that the next one holds.
-    seen = Counter[ShardBounds]()
+    replicas = Counter[ShardBounds]()
     local_parts: dict[int, list[_LocalPart]] = {}
     for device, index in divided.devices_indices_map(shape).items():
         part = bounds(index, shape)
-        if device in shards:
-            i, shard = shards[device]
-            indices_in_shard = [
-                slice(a - start, b - start) for (a, b), (start, _) in zip(part, shard, strict=True)
-            ]
-            local_part = _LocalPart(i, slices(part), tuple(indices_in_shard))
-            local_parts.setdefault(seen[part], []).append(local_part)
-        seen[part] += 1
-    return _Division(divided, divided.shard_shape(shape), max(seen.values()), local_parts)
+        replica = replicas[part]
+        replicas[part] += 1
+        if device not in shards:
+            continue
+        position, shard = shards[device]
+        indices_in_shard = [
+            slice(start - origin, stop - origin)
+            for (start, stop), (origin, _) in zip(part, shard, strict=True)
+        ]
+        local_part = _LocalPart(position, slices(part), tuple(indices_in_shard))
+        local_parts.setdefault(replica, []).append(local_part)
+    return _Division(
+        sharding=divided,
+        part=divided.shard_shape(shape),
+        replicas=max(replicas.values()),
+        local_parts=local_parts,
+    )
 
 
 def divide_replicas(sharding: Any, shape: tuple[int, ...], itemsize: int) -> Any:
     """Return a sharding on the same devices that divides a shard between its replicas.
 
-    No part has less than `MIN_PART_BYTES`. A shard is divided along one axis, into the largest
-    number of parts that divides this axis and is a product of divisors of the free axes of the
-    mesh.
+    A shard is divided along one axis, into the largest number of parts that divides this axis and
+    is a product of divisors of the free axes of the mesh. No part has less than `MIN_PART_BYTES`.
     """
     if not isinstance(sharding, NamedSharding) or is_of_host(sharding):
         # Slices of pinned memory may hang.
@@ -123,8 +132,8 @@ def divide_replicas(sharding: Any, shape: tuple[int, ...], itemsize: int) -> Any
     # The array is replicated along the free axes of the mesh.
     free = {name: mesh.shape[name] for name in mesh.axis_names if name not in used}
     replicas = math.prod(free.values())
-    largest_first = range(min(replicas, math.prod(shard) * itemsize // MIN_PART_BYTES), 1, -1)
-    for count in largest_first:
+    max_parts = min(replicas, math.prod(shard) * itemsize // MIN_PART_BYTES)
+    for count in range(max_parts, 1, -1):
         factors = _factors(count, free)
         axis = next((axis for axis, size in enumerate(shard) if size % count == 0), None)
         if factors is not None and axis is not None:
@@ -146,11 +155,12 @@ def _divide_along(
 ) -> NamedSharding:
     """Divide the replicas of a shard along one of its axes.
 
-    Each free axis of the mesh is divided into as many parts as given. Such an axis of the mesh
-    becomes two: one along which the array is divided, and one of replicas.
+    Each free axis of the mesh becomes two: one along which the array is divided, and one of
+    replicas.
 
     Args:
         axes: The axes of the mesh along which each axis of the array is divided already.
+        factors: Free axis of the mesh → into how many parts it divides the array.
     """
     mesh = sharding.mesh
     names: list[str] = []
@@ -202,8 +212,8 @@ def take(arrays: Mapping[str, Any], copies: HostCopies | None = None) -> list[Ow
         )
         jax_arrays |= dict(zip(moving, divided, strict=True))
 
-    # The parts that are read in place in the host's memory, and the others: all of one kind are
-    # copied at once.
+    # The parts that are read in place in the host's memory, and the others. Each of the two lists
+    # is copied in one call.
     host_parts: list[_TakenPart] = []
     device_parts: list[_TakenPart] = []
     for name, replica in _choose_replicas(jax_arrays, divisions).items():
@@ -270,10 +280,7 @@ class _TakenPart(NamedTuple):
 def _choose_replicas(
     arrays: Mapping[str, jax.Array], divisions: Mapping[str, _Division]
 ) -> dict[str, int]:
-    """Return name → the replica of an array that is written.
-
-    Of arrays with as many replicas, each replica has its turn.
-    """
+    """Return name → the replica of an array that is written; replicas take turns."""
     replicas: dict[str, int] = {}
     turns_of_counts: dict[int, Turns] = {}
     for name, division in divisions.items():
@@ -287,15 +294,15 @@ def _choose_replicas(
 
 
 class Turns:
-    """Whose turn it is to write or read an array that `count` replicas or processes have.
+    """The turns in which `count` replicas write arrays, or processes read them.
 
-    Each in turn takes a group. A group has `MIN_PART_BYTES` bytes. It lies in one file, because one
-    replica writes it. The processes that restore take the same turns (`shared_reads`), so that each
-    of them reads whole groups. Only speed depends on it: with other turns, a process would read
-    small pieces of many files.
+    In each turn, a group of arrays with at least `MIN_PART_BYTES` bytes is written. It is in one
+    file, because one replica writes it. The processes that restore take the same turns
+    (`shared_reads`), so each of them reads whole groups. Only speed depends on the order: with
+    other turns, a process would read small pieces of many files.
 
     Attributes:
-        current: The index of the one whose turn it is.
+        current: The index of the replica or process whose turn it is.
     """
 
     def __init__(self, count: int) -> None:
@@ -304,7 +311,7 @@ class Turns:
         self._group_bytes = 0
 
     def add(self, nbytes: int) -> None:
-        """Note that the current one takes an array, of which it has `nbytes` bytes."""
+        """Add an array to the current turn, in which `nbytes` bytes of it are written or read."""
         self._group_bytes += nbytes
         if self._group_bytes >= MIN_PART_BYTES:
             self.current = (self.current + _stride(self._count)) % self._count
@@ -313,7 +320,7 @@ class Turns:
 
 @functools.cache
 def _stride(count: int) -> int:
-    """Return the distance between turns: about the golden ratio of the count, and coprime to it.
+    """Return the distance between turns: about 0.618 of the count, and coprime to it.
 
     Not 1, because neighboring replicas are often devices of one process, which would write many
     groups in a row. Coprime, so that each has its turn.
@@ -326,10 +333,10 @@ def is_read_in_place(sharding: Any) -> bool:
 
 
 def _copies_on_host(arrays: Sequence[jax.Array]) -> Sequence[Any]:
-    """Start to copy arrays to the host, if possible to its pinned memory.
+    """Start to copy arrays to the pinned memory of the host, or copy them to its pageable memory.
 
-    A donation need not wait for a copy to pinned memory, as it must for one to pageable memory,
-    which therefore ends before this returns.
+    The first is preferred: a donation need not wait for such a copy. It must wait for one to
+    pageable memory, which therefore ends before this returns.
     """
     devices = {device for array in arrays for device in array.devices()}
     kinds = [{memory.kind for memory in device.addressable_memories()} for device in devices]
@@ -384,7 +391,7 @@ def database_base(spec: Mapping[str, Any], key: str = "") -> dict[str, Any]:
     """Return the `base` of a database below a key of a directory or URL.
 
     The key is empty, or has a slash at its end. In an object store, the root of the database is
-    kept in memory: tensorstore would write it on condition, and crash if the bucket is gone.
+    kept in memory: tensorstore would write it conditionally, and crash if the bucket is gone.
     """
     if spec["driver"] == "file":
         return {**spec, "path": f"{spec['path']}{key}"}
@@ -396,7 +403,7 @@ def database_base(spec: Mapping[str, Any], key: str = "") -> dict[str, Any]:
 def _root(base: Mapping[str, Any], context: ts.Context) -> bytes | None:
     if base["driver"] != "kvstack":
         return None
-    # The one in which `base` keeps the root: a context has one memory for all these stores.
+    # This is the memory in which `base` keeps the root: a context has one for all such stores.
     memory = ts.KvStore.open({"driver": "memory"}, context=context).result()
     root = memory.read(f"{base['path']}{ROOT}").result()
     # A process that has nothing to write makes no database.
@@ -408,7 +415,7 @@ def write(
 ) -> bytes | None:
     """Write the parts of arrays in one transaction, and flush them.
 
-    The first process creates the arrays, and the others assume what it writes.
+    The first process creates the arrays; the others assume the metadata that it writes.
 
     Returns:
         The root of the database if it was kept in memory (see `database_base`), which the caller
@@ -478,10 +485,7 @@ def chunk_shape(part: tuple[int, ...], shape: tuple[int, ...], itemsize: int) ->
 
 
 def count_entries(arrays: Sequence[OwnParts]) -> int:
-    """Return the number of entries of a database.
-
-    These are the chunks of all processes, and the metadata of each array.
-    """
+    """Count a database's entries: the chunks of all processes, and the metadata of each array."""
     count = len(arrays)
     for array in arrays:
         chunk = chunk_shape(array.part, array.shape, array.dtype.itemsize)
