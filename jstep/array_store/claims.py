@@ -51,18 +51,18 @@ def _escaped(owner: Mapping[str, Any], name: str) -> str:
 
 # Write lock of a prefix in a directory: a locked file next to the checkpoints, for one writer.
 #
-# The lock belongs to the operating system, so it ends with the process however that ends, also on
+# The lock belongs to the operating system, so it ends with the process, however that ends, even on
 # network file systems (NFS passes it to its server). A child process does not inherit it. The file
 # names its owner.
 #
-# On file systems without locks, the content of the file decides: a process on this host is looked
-# up; one on another host counts as dead when it has not written for an hour.
+# On file systems without locks, the content of the file decides. An owner on this host is looked
+# up; one on another host counts as dead once it has not touched the file for an hour.
 
 _FILE_SILENT_SECS = 3600.0
 """Seconds after which a writer on another host counts as dead, on file systems without locks."""
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
 _BEGINNING = b'{"host": "'
-"""The first bytes of a locked file, by which it is told from a file of somebody else."""
+"""The first bytes of a locked file; a file that begins otherwise is somebody else's."""
 
 _file_claims: "weakref.WeakSet[FileClaim]" = weakref.WeakSet()
 
@@ -80,7 +80,7 @@ class FileClaim:
         """Return whether the claim holds: not if the directory was removed, nor in a fork.
 
         This also touches the file: on a file system without locks, its time shows that the writer
-        lives.
+        is alive.
         """
         if not self.finalizer.alive or not _same_file(self.file.fileno(), self.path):
             return False
@@ -91,12 +91,14 @@ class FileClaim:
         return True
 
     def is_moved(self) -> bool:
-        """Return whether the locked file is elsewhere: somebody has renamed the directory."""
+        """Return whether the locked file has another path: somebody has renamed the directory."""
         if not self.finalizer.alive:
             return False
         handle = self.file.fileno()
-        # A file that was removed has no name left, whoever has made another one at the path.
-        return not _same_file(handle, self.path) and os.fstat(handle).st_nlink > 0
+        if _same_file(handle, self.path):
+            return False
+        # If it was removed instead, it has no name left, even if there is a new file at the path.
+        return os.fstat(handle).st_nlink > 0
 
     def release(self, wait: bool = True) -> None:
         """Release the claim; `wait` is for claims of object stores, and this one never waits."""
@@ -120,7 +122,7 @@ def _locked(path: str, directory: str, prefix: str) -> io.FileIO:
         with contextlib.ExitStack() as closing:
             file = closing.enter_context(open_own(path, _BEGINNING, append=False))
             handle = file.fileno()
-            if not _lock(handle):
+            if not _try_to_claim(handle):
                 raise refusal(directory, prefix, owner_in(_content(handle)))
             # The previous owner may have removed the file between our opening and locking it.
             if _same_file(handle, path):
@@ -133,8 +135,12 @@ def _locked(path: str, directory: str, prefix: str) -> io.FileIO:
                 return file
 
 
-def _lock(handle: int) -> bool:
-    """Lock a file; False if another process has it, or without locks, if its owner may be alive."""
+def _try_to_claim(handle: int) -> bool:
+    """Lock a file, and return whether this process may write the prefix.
+
+    On a file system without locks, nothing is locked: it may if the owner that the file names does
+    not exist, or counts as dead.
+    """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -144,8 +150,10 @@ def _lock(handle: int) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
     owner = owner_in(_content(handle))
-    alive = is_alive(owner) if owner else False
-    if alive is None:
+    if not owner:
+        return True
+    alive = is_alive(owner)
+    if alive is None:  # it is on another host
         return time.time() - os.fstat(handle).st_mtime >= _FILE_SILENT_SECS
     return not alive
 
@@ -181,12 +189,12 @@ def _release_in_fork() -> None:
 os.register_at_fork(after_in_child=_release_in_fork)
 
 
-# Write lock of a prefix in an object store, which has no locks: an object that names its writer,
-# who renews it.
+# Write lock of a prefix in an object store, which has no locks: an object that names its writer.
+# The writer renews it.
 #
-# A process on this host is looked up. One on another host counts as dead if its claim is not
-# renewed while a new writer watches, so that no clocks are compared. If it is alive after all, it
-# finds its claim taken before it commits anything, and gives up.
+# A writer on this host is looked up. One on another host counts as dead if it does not renew its
+# claim while a new writer watches, so no clocks are compared. If it is alive after all, it finds
+# that its claim is taken before it commits anything, and gives up.
 
 RENEWAL_SECS = 10.0
 """Seconds between renewals."""
@@ -212,8 +220,7 @@ class ObjectClaim:
         # Held while the object is checked, renewed or deleted.
         self._lock = threading.Lock()
         self._beats = 0
-        # The stamp of the version of the object that this claim has written last, or found to be
-        # its own.
+        # The stamp of the object, as this claim has last written or checked it.
         self._stamp = self._take()
         _object_claims[self.id] = self
         self._pid = os.getpid()
@@ -225,14 +232,15 @@ class ObjectClaim:
         weakref.finalize(self, self._ended.set)
 
     def _take(self) -> bytes:
-        """Write the claim as soon as its owner counts as dead, and return the stamp of the object.
+        """Write the claim once its previous owner counts as dead; return the stamp of the object.
 
-        An owner that cannot be looked up is watched, and is alive if it renews its claim meanwhile.
+        An owner that cannot be looked up is watched. It is alive if it renews its claim meanwhile.
         """
         key = claim_key(self._prefix)
         first = self._objects.read(key)
         current = first
-        deadline: float | None = None  # of the watch; None before it begins
+        # The end of the watch; None before it begins.
+        deadline: float | None = None
         while True:
             owner = owner_in(current.data)
             alive = _is_owner_alive(owner)
@@ -244,7 +252,7 @@ class ObjectClaim:
                 stamp = self._objects.write_if(key, self._as_json(), current.stamp)
                 if stamp is not None:
                     return stamp
-                # Another writer was faster: its claim is judged like that of any owner.
+                # Another writer was faster, and is now the owner.
             elif deadline is None:
                 logger.info(
                     "%s: process %s on %s wrote %s-* last; waiting for %g s to see "
@@ -257,9 +265,8 @@ class ObjectClaim:
                 )
                 deadline = time.monotonic() + OBJECT_SILENT_SECS
             else:
-                self._ended.wait(
-                    min(OBJECT_SILENT_SECS / 10, max(0.01, deadline - time.monotonic()))
-                )
+                remaining = max(0.01, deadline - time.monotonic())
+                self._ended.wait(min(OBJECT_SILENT_SECS / 10, remaining))
             current = self._objects.read(key)
 
     def _as_json(self) -> bytes:
@@ -285,7 +292,7 @@ class ObjectClaim:
         raise refusal(self._objects.url, self._prefix, owner)
 
     def renew(self) -> None:
-        """Write another beat, which shows those who watch the claim that this process is alive."""
+        """Write another beat, which shows writers that watch the claim that this one is alive."""
         with self._lock:
             if not self.is_held():
                 return
@@ -297,7 +304,7 @@ class ObjectClaim:
     def release(self, wait: bool = True) -> None:
         """Release the claim within 5 seconds, or 1 if not `wait`.
 
-        If that fails, the next writer takes it over.
+        If that fails, the next writer finds its owner dead, or silent.
         """
         seconds = 5 if wait else 1
         self._ended.set()
