@@ -8,7 +8,7 @@ import shlex
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jstep.array_store import attempts, claims, listing
 from jstep.array_store.manifest import (
@@ -50,9 +50,10 @@ of its part."""
 _KEYS_OF_PAGE = 1000
 """The keys in one response to a list. The next page is requested after it."""
 _READS_OF_PAGE = 16
-"""How many reads, made at once, take as long as one page of a list."""
+"""How many concurrent reads take as long as one page of a list."""
 _MAX_LISTINGS = 3
-"""Lists until one has a checkpoint: during a list, a writer may replace the only one."""
+"""The maximum number of lists until one has a checkpoint: a writer may replace the only one during
+a list."""
 
 
 @contextlib.contextmanager
@@ -70,18 +71,17 @@ class ObjectStore(Store):
     def __init__(self, url: str, prefix: str | None) -> None:
         super().__init__(url, prefix)
         self.objects = Bucket(url)
-        # Name of a checkpoint → its attempts, as the index had them when `newest_first` last read
-        # it.
+        # Name of a checkpoint → its attempts, as `_find_newest` last found them in the index.
         self._attempts: dict[str, list[str]] = {}
-        # The same for checkpoints that the index lacked, and a list of all objects had; `lock` adds
+        # The same for checkpoints that the index lacks, and a list of all objects has. `lock` adds
         # them to the index.
         self._lost: dict[str, list[str]] = {}
-        # Prefixes for which a list of all objects had no more than the index: another one is not
-        # needed.
+        # Prefixes for which a list of all objects had no more than the index, so that no other such
+        # list is needed.
         self._complete_prefixes: set[str | None] = set()
         # Step → path of the checkpoints of this writer, as long as it holds the claim.
         self._own_paths: dict[int, str] = {}
-        # Why old checkpoints stay: the first error, or that there is no right to delete.
+        # Why old checkpoints stay: the first error, or the last PermissionError if there is one.
         self._undeleted: Exception | None = None
         # The deletions, in a thread, and how many of them have not ended.
         self._erasing = SerialTasks(
@@ -117,33 +117,40 @@ class ObjectStore(Store):
         empty objects, as they once were. A run that believed such an index would start from
         scratch, and overwrite what is there.
 
-        It also sets `_attempts`, and perhaps `_lost`: `_complete_paths` reads both after the first
-        item, and `lock` reads `_lost` at the end.
         """
         for _ in range(_MAX_LISTINGS):
-            listed = self._listed(prefix)
-            self._attempts = listed.attempts
-            steps: Mapping[str, int] = listed.steps
-            names = _highest_first(steps)
-            is_newest_there = self._exists(names[:1])
-            if not is_newest_there or self._is_followed(names[0], listed):
-                # The index may lack the newest one.
-                steps = {**steps, **self._find_lost(prefix, listed)}
-                names = _highest_first(steps)
-                is_newest_there = self._exists(names[:1])
-            if not names:
+            found = self._find_newest(prefix)
+            if not found.names:
                 return
-            # The newest one before the others are looked for: most callers want no other.
-            if is_newest_there:
-                yield steps[names[0]], self.path(names[0])
-            others = self.objects.existing(f"{name}/{MANIFEST_FILE}" for name in names[1:])
+            # Before the others are looked for: most callers want only the newest one.
+            if found.is_newest_there:
+                newest = found.names[0]
+                yield found.steps[newest], self.path(newest)
+            others = self.objects.existing(f"{name}/{MANIFEST_FILE}" for name in found.names[1:])
             for key in others:
                 name = key.rpartition("/")[0]
-                yield steps[name], self.path(name)
-            if is_newest_there or others:
+                yield found.steps[name], self.path(name)
+            if found.is_newest_there or others:
                 return
             if self._keys is not None:
                 self.list_once()
+
+    def _find_newest(self, prefix: str | None) -> "_FoundCheckpoints":
+        """Find which checkpoints may exist, and whether the newest of them does.
+
+        It also sets `_attempts`, and perhaps `_lost`, for `_complete_paths` and `lock`.
+        """
+        listed = self._listed(prefix)
+        self._attempts = listed.attempts
+        steps: Mapping[str, int] = listed.steps
+        names = _highest_first(steps)
+        is_newest_there = self._exists(names[:1])
+        if not is_newest_there or self._is_followed(names[0], listed):
+            # The index may lack the newest one.
+            steps = {**steps, **self._find_lost(prefix, listed)}
+            names = _highest_first(steps)
+            is_newest_there = self._exists(names[:1])
+        return _FoundCheckpoints(steps, names, is_newest_there)
 
     def _exists(self, names: Sequence[str]) -> bool:
         """Return whether one of some checkpoints exists."""
@@ -155,15 +162,15 @@ class ObjectStore(Store):
     def _complete_paths(self, prefix: str) -> dict[int, str]:
         """Return step → path.
 
-        There is no request for each checkpoint, unless the list of all objects would take longer.
-        The index has what was begun, and keeps what was deleted by hand: it does not tell which
-        checkpoints exist.
+        The index does not say which checkpoints exist: it also has saves that did not end, and
+        checkpoints that were deleted by hand. Either all objects are listed, or each manifest is
+        requested, whichever takes less time.
         """
         checkpoints = self.newest_first(prefix)
         newest = next(checkpoints, None)
         if newest is None:
             return {}
-        # What the index had, and lacked, when it was read for the newest one.
+        # `newest_first` has just set both.
         others = len(self._attempts.keys() | self._lost.keys()) - 1
         if others < _MIN_LISTED or not self._is_list_short(newest[1], others):
             return dict([newest, *checkpoints])
@@ -199,7 +206,7 @@ class ObjectStore(Store):
     ) -> Mapping[str, int]:
         """Return name → step of checkpoints that the index lacks, and a list of all objects has.
 
-        Such a list may be long: once it has no more than the index, the prefix needs no other one.
+        Such a list may be long. Once it has had no more than the index, none is requested again.
         """
         if prefix in self._complete_prefixes:
             return {}
@@ -212,7 +219,9 @@ class ObjectStore(Store):
         logger.warning(
             "%s: the index %s lacks %s, which a list of all objects has; were its objects "
             "deleted, or not copied?",
-            *(self.directory, INDEX, format_list(sorted(lost), 3)),
+            self.directory,
+            INDEX,
+            format_list(sorted(lost), 3),
         )
         self._lost = {name: whole.attempts[name] for name in lost}
         return lost
@@ -226,7 +235,7 @@ class ObjectStore(Store):
         return None if manifest is None else self.path(name)
 
     def path_to_read(self, prefix: str, step: int) -> str | None:
-        """See `Store.path_to_read`: no request, as reading the manifest shows whether it exists."""
+        """See `Store.path_to_read`: no request, since reading the manifest shows if it exists."""
         return self.path(listing.format_name(prefix, step))
 
     def manifest(self, path: str) -> Manifest:
@@ -291,7 +300,7 @@ class ObjectStore(Store):
     def publish(self, attempt: "ObjectAttempt", manifest: Manifest) -> None:
         """Write the manifest, if the claim holds and no other writer has written one meanwhile."""
         data = encode(dataclasses.replace(manifest, data=attempt.data))
-        claim = self._claim  # once: a `close` that does not wait for this thread drops it
+        claim = self._claim  # read once: a `close` that does not wait for this thread drops it
         if claim is not None:
             claim.check()
         stamp = self.objects.write_if(attempt.manifest_key, data, attempt.previous.stamp)
@@ -314,7 +323,7 @@ class ObjectStore(Store):
         self._own_paths[manifest.step] = attempt.path
 
     def clean_up(self, new: "ObjectAttempt") -> None:
-        """Remove what a new checkpoint has replaced, and what interrupted saves left behind."""
+        """Remove data that a new checkpoint has replaced, and leftovers of interrupted saves."""
         listed = self._listed(self._prefix).attempts
         self._mark_followed(new, listed)
         complete = {self._name(path) for path in self._own_paths.values()}
@@ -323,8 +332,11 @@ class ObjectStore(Store):
                 useless = _useless_beside(new, found)
             elif name in complete:
                 useless = self._useless_in_complete(new, name, found)
+            elif self.objects.read(f"{name}/{MANIFEST_FILE}").data is None:
+                useless = found
             else:
-                useless = self._useless_in_incomplete(name, found)
+                # A checkpoint that this writer did not know.
+                useless = []
             self.erase([f"{name}/{attempt}/" for attempt in useless])
 
     def _useless_in_complete(
@@ -336,10 +348,6 @@ class ObjectStore(Store):
             return []
         data = self.manifest(self.path(name)).data
         return [attempt for attempt in old if attempt != data]
-
-    def _useless_in_incomplete(self, name: str, found: Sequence[str]) -> list[str]:
-        """Return attempts of what this writer does not know as a checkpoint, unless it is one."""
-        return list(found) if self.objects.read(f"{name}/{MANIFEST_FILE}").data is None else []
 
     def _mark_followed(self, new: "ObjectAttempt", listed: Mapping[str, Sequence[str]]) -> None:
         """Note in the index, at the checkpoint before a new one, that it is not the newest."""
@@ -423,11 +431,23 @@ class ObjectStore(Store):
             self._undeleted = error
 
 
-def _end_of(key: str) -> str:
-    """Return the key before which all keys below one end.
+class _FoundCheckpoints(NamedTuple):
+    """What a list shows of the checkpoints of a prefix.
 
-    That one has a slash at its end: 0 follows the slash.
+    Attributes:
+        steps: Name → step of the checkpoints that may exist.
+        names: Their names, in descending order of the steps.
+        is_newest_there: Whether the first of them exists.
     """
+
+    steps: Mapping[str, int]
+    names: Sequence[str]
+    is_newest_there: bool
+
+
+def _end_of(key: str) -> str:
+    """Return the end of the range of the keys below one, which has a slash at its end."""
+    # In ASCII, 0 follows the slash.
     return f"{key[:-1]}0"
 
 
@@ -439,8 +459,8 @@ def _highest_first(steps: Mapping[str, int]) -> list[str]:
 def _useless_beside(new: "ObjectAttempt", found: Sequence[str]) -> list[str]:
     """Return the other attempts of a new checkpoint.
 
-    If it replaces one, only those an hour old: a reader may still read the data of the one that was
-    there.
+    If it replaces one, only attempts of more than an hour ago: a reader may still read the data of
+    the replaced one.
     """
     others = [attempt for attempt in found if attempt != new.data]
     if new.previous.data is None:
