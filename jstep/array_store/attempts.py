@@ -1,8 +1,8 @@
-"""Attempts: where a save writes until it is a checkpoint.
+"""Attempts: where a save writes until the checkpoint is published.
 
-`save` writes into them, in a directory as below a URL. With one process, the database is directly
-in the attempt, else below `ocdbt.process_N/`. A crash before the checkpoint is published leaves an
-attempt, which the next save removes.
+`save` writes into them, in the same way in a directory and below a URL. With one process, the
+database is directly in the attempt, otherwise below `ocdbt.process_N/`. A crash before the
+checkpoint is published leaves an attempt, which the next save removes.
 """
 
 import abc
@@ -50,8 +50,8 @@ class Storage(Protocol):
     def progress(self, keys: Sequence[str]) -> Sequence[int]:
         """Return, for each key, what changes while files below it are written.
 
-        These are their bytes, or the number of objects. In a bucket, this is one list, however many
-        keys there are.
+        It is the bytes of the files, or the number of objects. In a bucket, one list is requested
+        for all keys.
         """
 
     def write(self, key: str, data: bytes) -> object:
@@ -68,8 +68,7 @@ class Storage(Protocol):
         """Flush the names of files below a key; return those that the manifest lists, with sizes.
 
         Args:
-            flushed_keys: Keys below it, whose files have names that another process has flushed
-                already.
+            flushed_keys: Keys below it where another process has flushed the names already.
         """
         return {}
 
@@ -119,8 +118,8 @@ class LocalStorage(Storage):
                 path = os.path.join(directory, name)
                 nbytes = os.path.getsize(path)
                 sizes[os.path.relpath(path, self._path).replace(os.sep, "/")] = nbytes
-            # Below the key of a process there is one level of directories, `d/`. The name of the
-            # key itself is in the directory above it, which is flushed here.
+            # A flushed key has one level of directories, `d/`. The name of the key itself is in the
+            # directory above it, which is flushed here.
             if directory not in flushed and os.path.dirname(directory) not in flushed:
                 sync_directory(directory)
         return dict(sorted(sizes.items()))
@@ -135,8 +134,8 @@ class Attempt(abc.ABC):
         name: A name that no other attempt of the program has.
         thread: The name of the thread that writes.
         may_report_saved: Whether other processes still find a report once the checkpoint is
-            published. Not in a directory, which has another name by then: they look for that
-            (`is_published`).
+            published. In a directory they do not, because it has another name by then: they check
+            for that (`is_published`).
     """
 
     may_report_saved: bool
@@ -152,7 +151,7 @@ class Attempt(abc.ABC):
 
     @abc.abstractmethod
     def publish(self, manifest: Manifest) -> Sequence[str]:
-        """Make the checkpoint exist, and return what it leaves to be erased."""
+        """Make the checkpoint exist; return the remains of one that it replaces, for `erase`."""
 
     @abc.abstractmethod
     def is_published(self, report_key: str) -> bool:
@@ -180,7 +179,7 @@ UNFINISHED_WRITES: "dict[str, BackgroundWrite]" = {}
 class BackgroundWrite:
     """The write of a checkpoint in the background, which the interpreter finishes before it exits.
 
-    `run` writes it, or waits until it is written; its exception, of any kind, is the error of the
+    `run` writes it, or waits until it is written. Any exception that it raises is the error of the
     write.
     """
 
@@ -216,7 +215,8 @@ class BackgroundWrite:
     def wait(self) -> BaseException | None:
         """Wait like `join`, and return the error of a failed write.
 
-        It is not raised: an exit or an interrupt in the thread of the write is none of this thread.
+        It is not raised: an exit or an interrupt in the thread of the write is not one of this
+        thread.
         """
         # If Ctrl-C interrupts this, the write is still in `UNFINISHED_WRITES`, and `_finish` waits
         # for it.
@@ -229,8 +229,8 @@ class BackgroundWrite:
     def finish(self) -> None:
         """Wait at the exit of the interpreter, unless the write is detached, and log its error."""
         if self._is_detached:
-            # A thread that comes back from tensorstore while the interpreter ends would abort the
-            # process. What is short ends within this time, and what is not stays in tensorstore.
+            # A thread that returned from tensorstore while the interpreter ends would abort the
+            # process. A short write ends within this time, and a longer one stays in tensorstore.
             futures.wait([self._done], timeout=_DETACHED_SECS)
             return
         error = self.wait()

@@ -29,7 +29,7 @@ class BestRecord(NamedTuple):
         return {"metric": self.metric, "value": self.value, "mode": self.mode}
 
     def notes(self) -> dict[str, Any]:
-        """Return what belongs into the notes, which readers may ignore: the name of the run."""
+        """Return the fields for the manifest's notes, which readers may ignore: the run's name."""
         return {} if self.run is None else {"run": self.run}
 
     @classmethod
@@ -50,14 +50,16 @@ class BestRecord(NamedTuple):
             raise ValueError(f"best={fields!r:.100} is not the value of a metric, and its mode")
         notes = loaded.get("notes")
         run = notes.get("run") if isinstance(notes, dict) else None
-        return cls(metric, float(value), mode, run if isinstance(run, str) else None)
+        if not isinstance(run, str):
+            run = None
+        return cls(metric, float(value), mode, run)
 
 
 def best_step(records: Mapping[int, BestRecord | None]) -> int | None:
     """Return the step of the best checkpoint.
 
-    Those with the metric and mode of the newest compete: others were kept for something else. On a
-    tie, the earlier one is the best, as a `KeepBest` keeps it.
+    Only checkpoints with the metric and mode of the newest one compete; others were kept for
+    another purpose. On a tie, the earlier one is the best, as a `KeepBest` keeps it.
 
     Args:
         records: Step → record of each checkpoint, None for those that no `KeepBest` saved.

@@ -20,16 +20,17 @@ from jstep.array_store.store import Store
 from jstep.stores.files import foreign_file, make_directories, may_be_file, new_file, sync_directory
 
 _MAX_LISTINGS = 10
-"""Lists until one has a checkpoint that still exists: a writer evicts one checkpoint per save."""
+"""The maximum number of lists until one has a checkpoint that still exists. A writer evicts one
+checkpoint per save."""
 
 
 class DirectoryStore(Store):
     def __init__(self, directory: str, prefix: str | None) -> None:
         super().__init__(directory, prefix)
-        # Whether what interrupted saves left behind was removed, and none was interrupted since.
+        # Whether leftovers of interrupted saves were removed, and no save was interrupted since.
         self._is_clean = False
-        # The directory of an attempt of several processes that is not published: not yet, or never,
-        # as it has failed. Some of them may write into it until each has called `wait`.
+        # The directory of an attempt of several processes that is not published yet, or has failed.
+        # Some of them may write into it until each has called `wait`.
         self._unpublished: str | None = None
         # The result of `list_once`, by prefix; None if each call lists the directory itself.
         self._listed: dict[str, list[listing.PossibleCheckpoint]] | None = None
@@ -43,7 +44,7 @@ class DirectoryStore(Store):
         return self._listed.get(prefix, [])
 
     def newest_first(self, prefix: str | None) -> Iterator[tuple[int, str]]:
-        """Read the manifests, and check that their files exist."""
+        """See `Store.newest_first`: manifests are read, and the existence of files is checked."""
         for _ in range(_MAX_LISTINGS):
             is_outdated = yield from self._newest_first_of_list(prefix)
             if not is_outdated:
@@ -52,7 +53,7 @@ class DirectoryStore(Store):
                 self.list_once()
 
     def _newest_first_of_list(self, prefix: str | None) -> Generator[tuple[int, str], None, bool]:
-        """List once, yield like `newest_first`; return whether it was outdated before the first."""
+        """Yield like `newest_first`, from one list; return whether it was outdated at the start."""
         yielded: set[int] = set()
         for step, _, entry in self._possible_checkpoints(prefix):
             if step in yielded:
@@ -63,7 +64,8 @@ class DirectoryStore(Store):
                 yielded.add(step)
                 yield step, complete
             elif not yielded and not os.path.lexists(path):
-                return True  # it was evicted, so a newer one exists that is not in this list
+                # It was evicted, so a newer one exists that is not in this list.
+                return True
         return False
 
     def own_paths(self) -> dict[int, str]:
@@ -122,7 +124,7 @@ class DirectoryStore(Store):
     def _check_not_moved(self) -> None:
         """Raise an error if the directory was renamed.
 
-        The run would make it again, and continue in two places.
+        Otherwise the run would make it again under its old name, and continue in two places.
         """
         claim = self._claim  # once: a `close` that does not wait for the writer's thread drops it
         if isinstance(claim, FileClaim) and claim.is_moved():

@@ -1,9 +1,9 @@
 """Copies of arrays in the host's memory, so that a step on CPUs may reuse theirs during a save.
 
 On CPUs, the writer could read the arrays of the state where they are. But XLA cannot reuse the
-memory of an array to which something else refers, so that the next step would take memory for a
-second state, whose pages the kernel clears one by one: 400 ms for 256 MB on a machine on which a
-copy takes 25 ms, if its memory is kept between saves.
+memory of an array to which something else refers, so the next step would allocate memory for a
+second state, whose pages the kernel clears one by one: 400 ms for 256 MB, on a machine where a copy
+takes 25 ms if its memory is kept between saves.
 """
 
 import threading
@@ -24,9 +24,8 @@ _ALIGNMENT = 64
 class HostBlock:
     """A block of the host's memory, which is kept from one save to the next.
 
-    The Savers of a process share it (see `shared_block`), so that it is not there twice. While one
-    writes from it, another one gets new memory. It exists until the last Saver that has saved is
-    closed or collected.
+    The Savers of a process share one block (see `shared_block`). While one writes from it, another
+    one gets new memory. It exists until the last Saver that has saved is closed or collected.
     """
 
     def __init__(self) -> None:

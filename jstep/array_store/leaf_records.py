@@ -56,11 +56,10 @@ class SavedState(NamedTuple):
         values = [
             _as_saved(value, path) for value, path in zip(found.values, found.paths, strict=True)
         ]
-        # An array without elements is not stored, and has no name.
-        names = [
-            name if value.size else None
-            for name, value in zip(array_names(found), values, strict=True)
-        ]
+        names: list[str | None] = []
+        for array_name, value in zip(array_names(found), values, strict=True):
+            # An array without elements is not stored, and has no name.
+            names.append(array_name if value.size else None)
         for i, value in enumerate(values):
             stored = value
             key_impl = None
@@ -90,8 +89,11 @@ class SavedState(NamedTuple):
                 saved.left_out.append((leaf, value))
                 continue
             saved.leaves.append(leaf)
-            if name is not None:
-                saved.arrays[name] = stored if carrier is None else _carried(leaf, stored, carrier)
+            if name is None:
+                continue
+            if carrier is not None:
+                stored = _carried(leaf, stored, carrier)
+            saved.arrays[name] = stored
         return saved
 
 
@@ -185,14 +187,17 @@ def leaf_value(record: Leaf, half: Leaf | None, arrays: Mapping[str, Any]) -> An
 
 
 def _carried(record: Leaf, array: Any, dtype: str) -> Any:
-    """Convert a leaf to the dtype that carries it, or back: floats by bits, integers by values."""
+    """Convert a leaf to the dtype that it is stored as, or back.
+
+    Floats keep their bits, and integers their values.
+    """
     if jnp.issubdtype(jnp.dtype(record.dtype), jnp.integer):
         return array.astype(dtype)
     if isinstance(array, np.ndarray):
         return array.view(dtype)
     if dtype == record.dtype:
-        # A byte carries one number of four bits, and JAX would make two of it: so it becomes an
-        # integer of four bits.
+        # A byte carries one number, even if that has four bits, and JAX would make two numbers of
+        # it. So the byte becomes an integer of as many bits first.
         bits = jnp.finfo(dtype).bits  # type: ignore[no-untyped-call]
         array = array.astype(f"uint{bits}")
     return jax.lax.bitcast_convert_type(array, jnp.dtype(dtype))

@@ -53,7 +53,7 @@ REPLACED = ".jstep-replaced"
 """The suffix of the old checkpoint of a step, while the new one replaces it."""
 DELETED = ".jstep-deleted"
 ASIDE = ".aside."
-"""The suffix of a checkpoint set aside by the command that an error shows; a number follows."""
+"""The suffix of a checkpoint that was set aside by a command from an error; a number follows."""
 SUFFIXES = TEMPORARY, REPLACED, DELETED, ASIDE
 _SUFFIX = re.compile("|".join(map(re.escape, SUFFIXES)))
 
@@ -67,8 +67,8 @@ ROOT = "manifest.ocdbt"
 ORBAX_FILES = ORBAX_ONLY | {ROOT}
 _STEP = "0|[1-9][0-9]*"
 FOUND_NAME = re.compile(rf"(?P<prefix>.+)-(?P<step>{_STEP})(?:{re.escape(REPLACED)})?", re.DOTALL)
-"""The name of a complete checkpoint that a reader may find. With the suffix it is the old one of
-its step: a kill came between the two renames by which a new one takes its place."""
+"""The name of a complete checkpoint that a reader may find. The old checkpoint of a step has the
+suffix if a kill came between the two renames by which a new one takes its place."""
 
 
 def directory_spec(path: str) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def find_complete(final: str) -> str | None:
 def find_complete_or_missing(final: str) -> tuple[str | None, str | None]:
     """Return the path of a complete checkpoint, or None and its first missing file."""
     # Saving a step again renames its old checkpoint, gives the new one its name, and deletes the
-    # old one. If all this happens between the first two looks, both find nothing, and the third one
+    # old one. If all this happens between the first two checks, both find nothing, and the third
     # finds the new checkpoint.
     lacks: str | None = MANIFEST_FILE
     for path in (final, final + REPLACED, final):
@@ -185,7 +185,8 @@ def first_missing_file(path: str) -> str | None:
         manifest = read_manifest(path)
     except CheckpointError:
         # A corrupted manifest counts as present: restoring raises an error, while skipping it would
-        # silently return to an older step. Without any other file of ours, it is another program's.
+        # silently return to an older step. If the directory has no data of a checkpoint, the file
+        # is another program's.
         return None if has_data(path) else MANIFEST_FILE
     except OSError as error:
         # An unreadable file (permissions) counts as present, too: it may be intact, and a restore
@@ -222,7 +223,9 @@ def is_attempt(name: str | None) -> bool:
 def is_old(attempt: str, time_now: float) -> bool:
     """Return whether an attempt began so long ago that nothing uses it any more."""
     match = _ATTEMPT.fullmatch(attempt)
-    return match is not None and match[1] is not None and time_now - int(match[1]) > _ATTEMPT_SECS
+    if match is None or match[1] is None:
+        return False
+    return time_now - int(match[1]) > _ATTEMPT_SECS
 
 
 def keys_by_prefix(keys: Iterable[str]) -> dict[str, list[str]]:

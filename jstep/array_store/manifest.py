@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: a JSON description of its leaves and files.
 
-In its last line, it has a checksum of itself. It has no other checksums: those of the arrays
-are in the database that holds them (`array_writer`).
+Its last line is a checksum of the lines before. It has no other checksums: those of the arrays are
+in their database (`array_writer`).
 """
 
 import dataclasses
@@ -182,10 +182,10 @@ class LeafRecord:
     dtype: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields, without those that have their usual value.
+        """Return the fields without those that have their usual value.
 
-        The usual value of `array` is the path, and that of `keys` are the parts of the path; that
-        of all others is None. So a None in `array` is written.
+        That is the path for `array`, the parts of the path for `keys`, and None for all others. So
+        a None in `array` is written.
         """
         usual = {"array": self.path, "keys": tuple(self.path.split("/"))}
         fields: dict[str, Any] = {}
@@ -267,13 +267,15 @@ def array_path(name: str) -> str:
 
 
 def _carrier(dtype: str) -> str | None:
-    """Return the unsigned integer that can carry a type; None if none can.
+    """Return the unsigned integer that may be stored instead of a dtype; None if there is none.
 
-    It has the same width, but at least 8 bits. Any such dtype is read; which ones are written so,
-    `leaf_records` says. Another width would give the view of an array another shape.
+    It has the same width, but at least 8 bits: with another width, the view of an array would have
+    another shape. `leaf_records` has the dtypes that are written in this way; all are read.
     """
     match = re.fullmatch(r"b?(?:float|int|uint)([0-9]{1,3})(?:_.*)?", dtype)
-    return None if match is None else f"uint{max(8, int(match[1]))}"
+    if match is None:
+        return None
+    return f"uint{max(8, int(match[1]))}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -405,8 +407,8 @@ def encode(manifest: Manifest) -> bytes:
     body = ("{\n" + ",\n".join(lines)).encode()
     data = body + f'{_SEAL}{zlib.crc32(body):08x}"\n}}\n'.encode()
     if len(data) > MAX_MANIFEST_BYTES:
-        # `json_copy` refuses most of these before anything is saved, but not what a function
-        # returns at the end.
+        # `json_copy` rejects most of these before anything is saved, but it does not see the
+        # values that functions return at the end.
         raise CheckpointError(
             f"the manifest must have at most {MAX_MANIFEST_BYTES} bytes, got {len(data)}, of which "
             f"extra has {len(json.dumps(manifest.extra))}; put arrays into the state"
@@ -479,8 +481,8 @@ _MANIFEST_KEYS = frozenset(
         "notes",
     )
 )  # fmt: skip
-"""The keys of a manifest. A reader ignores what is below `notes`, here and in leaves, and refuses
-other keys."""
+"""The keys of a manifest. A reader ignores whatever is below `notes`, here and in leaves, and
+rejects other keys."""
 _RETENTION_KEYS = frozenset({"kept", "since", "temporary", "notes"})
 
 
@@ -600,10 +602,7 @@ def _as_shape(sizes: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _check_distinct_arrays(leaves: Sequence[Leaf]) -> None:
-    """Raise an error if two leaves name one array.
-
-    It would be read once, and copied for each of them.
-    """
+    """Raise an error if leaves name one array: each of them, however many, would get a copy."""
     paths = Counter(array_path(leaf.array) for leaf in leaves if leaf.array is not None)
     path, count = next(iter(paths.most_common(1)), ("", 0))
     if count > 1:

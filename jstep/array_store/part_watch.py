@@ -1,8 +1,8 @@
-"""Detection, from outside, of processes whose write of their part of a checkpoint hangs.
+"""Detection of other processes whose write of their part of a checkpoint hangs.
 
 A write that hangs and a slow flush look alike, because the number of bytes does not grow during a
-flush. This process has written and flushed a part of its own on the same storage, from which it
-estimates how long a flush may take.
+flush. This process estimates how long a flush may take from the time in which it has written and
+flushed its own part on the same storage.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,20 +10,19 @@ from collections.abc import Callable, Iterable, Sequence
 from jstep.stores.objects import BYTES_PER_SEC
 
 PATIENCE_SECS = 120.0
-"""Seconds without progress that are always granted."""
+"""The minimum seconds without progress after which a process counts as hanging."""
 _POLL_SECS = 10.0
 """Seconds before a poll of the parts, each of which lists their files."""
 _MIN_MEASURED_BYTES = 2**24
-"""The minimum bytes of a part that says how fast the storage is."""
+"""The minimum bytes of a part from which the speed of the storage is estimated."""
 _SLOWDOWN = 10
 """How much slower than this one another process may be."""
 
 
 def patience_secs(part_bytes: float, own_bytes: int, own_secs: float) -> float:
-    """Return the seconds after which a part that has not grown is one that hangs.
+    """Return the seconds without growth after which a part counts as hanging.
 
-    Within `PATIENCE_SECS` and the time in which a slow process flushes all of its part, something
-    has to change.
+    These are `PATIENCE_SECS`, and the time in which a slow process flushes all of its part.
 
     Args:
         part_bytes: The bytes of the part.
@@ -67,7 +66,7 @@ class PartWatch:
         return list(self._latest)
 
     def forget(self, process: int) -> None:
-        """Watch a process no more: it has written its part."""
+        """Stop watching a process, which has written its part."""
         del self._latest[process]
         del self._changed_at[process]
 

@@ -1,9 +1,9 @@
 """Reading of arrays that several processes need: each byte is read once, and sent to the others.
 
-A large array is divided between its replicas, in parts of at least 1 MiB, and JAX brings the parts
-together. Arrays for which this leaves bytes that two processes would read are read in groups of
-about 1 MiB: each by one process, as they were written. The processes that need a group then receive
-it, in rounds of a few megabytes.
+A large array is divided between its replicas, in parts of at least 1 MiB, and JAX joins the parts.
+If two processes would still read the same bytes of an array, it is one of those that are read in
+groups of about 1 MiB, as they were written: each group by one process. The processes that need a
+group then receive it, in rounds of a few megabytes.
 """
 
 import functools
@@ -39,7 +39,7 @@ class _Needs(NamedTuple):
     """Which processes need the same boxes of an array.
 
     Attributes:
-        groups: All processes: those of one group need the same boxes, no other group needs them.
+        groups: All processes. Those of one group need the same boxes, which no other group needs.
         boxes: The boxes of each group.
     """
 
@@ -92,15 +92,16 @@ class ReadPlan:
                 # Each process reads what it needs of the divided array; JAX joins the parts.
                 self.alone[name] = divided
                 continue
-            # Divided or not, several processes would read the same bytes: they share what they need
-            # in the end.
+            # Even of the divided array, several processes would read the same bytes. So they share
+            # the boxes that they need in the end, without a division.
             needs = _needs(sharding, kind.shape)
             if needs is None:
                 self.alone[name] = sharding
                 continue
             turns = turns_of_groups.setdefault(needs.groups, Turns(len(needs.groups[0])))
             array = _SharedArray(name, kind, needs.boxes, turns.current)
-            turns.add(max(array.nbytes(group) for group in range(len(needs.groups))))
+            largest = max(array.nbytes(group) for group in range(len(needs.groups)))
+            turns.add(largest)
             self._together.setdefault(needs.groups, []).append(array)
         signature = [(name, kinds[name], str(sharding)) for name, sharding in self.alone.items()]
         whole = repr([signature, self._together])
@@ -132,11 +133,11 @@ def _divided(sharding: Any, shape: tuple[int, ...], itemsize: int) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _needs(sharding: Any, shape: tuple[int, ...]) -> _Needs | None:
-    """Return which processes need the same, in groups of one size; None if each is to read alone.
+    """Return which processes need the same boxes, in groups of one size; None to read alone.
 
-    That is the case if no two processes need the same, and if more processes need one part than
-    another: unequal groups could not exchange what they have read. Without a sharding, or with one
-    of this process alone, each process needs the whole array.
+    Each process reads alone if no two need the same boxes, if one needs none, or if groups would
+    have different sizes: these could not exchange what they have read. Without a sharding, or with
+    one of this process alone, each process needs the whole array.
     """
     count = jax.process_count()
     whole = tuple((0, size) for size in shape)
@@ -245,12 +246,12 @@ class _Stream:
 
     def __init__(self, pieces: Iterator[_Piece]) -> None:
         self._pieces = pieces
-        # The stream goes on at this byte of this piece.
+        # The stream continues at this byte of this piece.
         self._piece: _Piece | None = None
         self._offset = 0
 
     def _current_piece(self) -> _Piece | None:
-        """Return the piece at which the stream goes on; None at its end."""
+        """Return the piece at which the stream continues; None at its end."""
         if self._piece is None or self._offset == self._piece.memory.size:
             self._piece = next(self._pieces, None)
             self._offset = 0
@@ -288,7 +289,7 @@ class _Stream:
 
 
 class _Gather:
-    """Brings rows of bytes of one size from the members of each group to all of them."""
+    """An all-gather within each group: every member gets the rows of bytes of all its members."""
 
     def __init__(self, groups: Sequence[Sequence[int]], size: int) -> None:
         self._shape = len(groups), len(groups[0]), size
@@ -296,8 +297,8 @@ class _Gather:
         for device in jax.devices():
             if device.process_index in devices_of:
                 devices_of[device.process_index].append(device)
-        # All devices, unless their number differs: not every backend runs a program on some devices
-        # of a process.
+        # All devices, if each process has as many: not every backend runs a program on only some
+        # devices of a process.
         count = min(len(devices) for devices in devices_of.values())
         devices_of = {process: devices[:count] for process, devices in devices_of.items()}
         rows = [[devices_of[process] for process in group] for group in groups]

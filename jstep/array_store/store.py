@@ -57,8 +57,7 @@ class Store(abc.ABC):
     def list_once(self) -> None:
         """List the checkpoints of all prefixes, for a caller that looks for the newest one of each.
 
-        From then on, `newest_first` and `find_broken` do not list those of their prefix, unless the
-        list is outdated.
+        From then on, `newest_first` and `find_broken` use this list, unless it is outdated.
         """
 
     @abc.abstractmethod
@@ -73,8 +72,8 @@ class Store(abc.ABC):
     def own_paths(self) -> dict[int, str]:
         """Return step → path of this prefix's checkpoints, as the writer knows them, reading none.
 
-        In a directory these are all that have the name of one, complete or not; below a URL those
-        that were complete when the prefix was claimed, or have been saved since.
+        In a directory these are all entries with the name of a checkpoint, complete or not; below a
+        URL, the checkpoints that were complete when the prefix was claimed, or were saved since.
         """
 
     @abc.abstractmethod
@@ -164,7 +163,7 @@ class Store(abc.ABC):
     def _orbax_corruption(self, path: str, manifest: Manifest, *, raises: bool) -> dict[str, str]:
         """Describe the files that only Orbax reads and that differ from what was written.
 
-        Of one that cannot be opened nothing is known. With `raises`, this is an error.
+        With `raises`, it is an error if one cannot be read.
         """
         storage = self.storage(path, manifest)
         corrupted: dict[str, str] = {}
