@@ -42,8 +42,8 @@ class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
     def end(self, failed: Callable[[BaseException], None] | None = None) -> None:
         """Raise the first error, with the others as its notes.
 
-        An exit or an interrupt is raised only if there is no other error. If the run has an error
-        of its own, nothing is raised: `failed` is called with each of these, and notes it.
+        An exit or an interrupt is raised only if there is no other error. If the run has failed
+        already, pass `failed`: it is called with each error, and nothing is raised.
         """
         if self._activity is not None:
             self._course.activity = self._activity  # which the note of the first error names
@@ -62,4 +62,6 @@ class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
         try:
             raise first
         finally:
-            del first  # breaks the reference cycle with this frame, which its traceback holds
+            # Breaks the reference cycle with this frame, which the traceback of `first` holds. If
+            # that is the only error, it is `other` as well.
+            del first, other

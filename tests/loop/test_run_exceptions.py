@@ -2,9 +2,11 @@
 iterations is saved."""
 
 import contextlib
+import gc
 import math
 import re
 import signal
+import weakref
 
 import numpy as np
 import pytest
@@ -24,6 +26,9 @@ from loop_runs import (
 
 import jstep
 from jstep.checkpoint.saver import Saver
+from jstep.hooks.course import Course, LoopState
+from jstep.hooks.timetable import Timetable
+from jstep.loop.hook_errors import HookErrors
 
 AT = 7
 
@@ -409,3 +414,25 @@ def test_a_loss_that_is_not_finite_in_an_iteration(tmp_path):
             save_checkpoint_steps=2,
         )
     assert jstep.Saver(tmp_path).latest_step() == 6
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_errors_of_hooks_are_freed_without_a_collection(count):
+    course = Course(LoopState(0, None), 1, Timetable(), has_body=False)
+
+    def fail():
+        errors = HookErrors(course)
+        for _ in range(count):
+            with errors:
+                raise BoomError
+        errors.end()
+
+    gc.disable()  # no cycle may keep them
+    try:
+        try:
+            fail()
+        except BoomError as error:
+            raised = weakref.ref(error)
+        assert raised() is None
+    finally:
+        gc.enable()
