@@ -21,18 +21,15 @@ class BackgroundHooks:
         self._tasks = SerialTasks("jstep-saved", daemon=True)
         self._calls: dict[str, Task[None]] = {}  # those in progress, by path
         self._errors: dict[int, Any] = {}  # id of a hook → the error of its latest `saved`
-        self._thread: int | None = None  # of the call of `saved` in progress
+        self._thread: int | None = None  # the one that is calling `saved`
 
     def flush(self) -> None:
-        """Flush everything that must not be older than a checkpoint, before that exists.
-
-        An error fails the save.
-        """
+        """Let hooks flush what must not be older than a checkpoint; an error fails the save."""
         for hook in self._flush_hooks:
             call_named(hook, "flush")
 
     def saved(self, step: int, path: str) -> None:
-        """Begin to tell the hooks that a checkpoint is complete; only process 0 does."""
+        """Queue the calls of `saved` for a complete checkpoint; only on process 0."""
         with self._lock:
             if self._saved_hooks and processes.is_process_0():
                 self._calls = {path: call for path, call in self._calls.items() if not call.done()}
@@ -40,7 +37,7 @@ class BackgroundHooks:
 
     def _call_saved(self, step: int, path: str) -> None:
         self._thread = threading.get_ident()
-        for hook in tuple(self._saved_hooks):
+        for hook in self._saved_hooks:
             self._errors.pop(id(hook), None)
             try:
                 call_named(hook, "saved", step, path)
@@ -57,7 +54,7 @@ class BackgroundHooks:
         self._thread = None
 
     def wait(self, path: str | None = None) -> None:
-        """Wait until the hooks have been told of a checkpoint, or of all."""
+        """Wait for the calls of `saved` for the checkpoint at `path`; by default, for all."""
         if path is None:
             self._tasks.wait()
             return
@@ -71,6 +68,6 @@ class BackgroundHooks:
         return self._thread == threading.get_ident()
 
     def end(self) -> list[Any]:
-        """Report no more checkpoints; return the errors of hooks whose last call failed."""
+        """Call `saved` no more; return the errors of the hooks whose last call failed."""
         self._saved_hooks = []
         return list(self._errors.values())

@@ -11,9 +11,9 @@ NO_LOGS = "the logs cannot be opened"
 
 
 def build_hooks(run: RunContext) -> list[Any]:
-    """Return the user's hooks, jstep's, and savers last.
+    """Return the user's hooks, jstep's, and the savers.
 
-    A checkpoint has what the other hooks did to the state.
+    Savers are last, so that a checkpoint holds what the other hooks did to the state.
     """
     return processes.share_errors(lambda: _list_hooks(run), NO_LOGS)
 

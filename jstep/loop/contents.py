@@ -67,19 +67,18 @@ class RunContents:
         self._observers = that_define("on_save", run.observers)
 
     def take(self, hooks: CheckpointExtra | None = None) -> Contents:
-        """Return the current contents, perhaps with states of hooks that were taken before."""
-        return Contents(
-            self._take_positions(),
-            self._take_hooks() if hooks is None else hooks,
-            self._run.course.iterations,
-        )
+        """Return the current contents; `hooks` are states of hooks taken before, to be used."""
+        positions = self._take_positions()
+        if hooks is None:
+            hooks = self._take_hooks()
+        return Contents(positions, hooks, self._run.course.iterations)
 
     def equals(self, saved: Contents) -> bool:
-        """Whether `take` would return the same.
+        """Whether `take` would return the same; all processes must call this, and get one answer.
 
-        Several processes, which must all ask, come to one answer. Positions are compared only if
-        they may differ at one step, as taking them may take long. The objects of `from_loop` change
-        only in an iteration of the body, so for them it is enough to compare the iterations.
+        Positions are compared only if they may change without a step, because taking them may be
+        slow. The objects of `from_loop` change only in an iteration of the body, so for them it is
+        enough to compare the iterations.
         """
         run = self._run
         source = run.components.batches.source
@@ -96,7 +95,7 @@ class RunContents:
     def as_extra(self, contents: Contents, *, is_pre_end: bool = False) -> CheckpointExtra:
         """Return all that is saved beside the state.
 
-        To be called only before a save that nothing prevents any more.
+        Call it only once nothing prevents the save any more, as `on_save` of observers requires.
         """
         run = self._run
         values = dict(contents.positions.values)
@@ -113,10 +112,7 @@ class RunContents:
         return CheckpointExtra(values, {**contents.positions.files, **contents.hooks.files})
 
     def _take_hooks(self) -> CheckpointExtra:
-        """Return the states of the hooks, and what they and the end have made of the run.
-
-        See the table above.
-        """
+        """Return the states of the hooks, and the other entries of the table that they decide."""
         run = self._run
         course = run.course
         entries = {
@@ -135,7 +131,9 @@ class RunContents:
         values = {key: value for key, value in entries.items() if value is not None}
         files = AttachedFiles("hooks.")
         encoded: Any = as_json(values, files)
-        return CheckpointExtra(encoded, files if processes.is_process_0() else {})
+        if not processes.is_process_0():
+            return CheckpointExtra(encoded, {})
+        return CheckpointExtra(encoded, files)
 
     def _take_positions(self) -> CheckpointExtra:
         run = self._run
@@ -146,7 +144,7 @@ class RunContents:
         return CheckpointExtra(*gather_positions(position, self._progress))
 
     def _progress(self) -> str:
-        """Describe how far this process is in its loop, and what it did, alike on all processes."""
+        """Describe how far this process is in its loop, which must be the same on all of them."""
         run = self._run
         course = run.course
         parts = [f"step {run.step}"]

@@ -27,9 +27,9 @@ triggers it, the `end`s are owed at this step. The mark is the step at which the
 - if it finds that the batches are used up there, or makes an evaluation there that was owed, and
   which stops the run.
 
-Any other one is in mid-run: a hook's `begin` has returned True, or `last_step` is smaller. It makes
-no end and saves nothing. So a run that is started again after it has the same bits as if it had
-never been.
+Any other restart that has no step to run is in mid-run: a hook's `begin` has returned True, or
+`last_step` is smaller. It makes no end and saves nothing, so that a later start has the same bits
+as without it.
 
 The user's savers are called before the run's own: once the mark is on disk, a restart would not
 call them again.
@@ -60,7 +60,11 @@ def make_end(run: RunContext) -> bool:
     _make_last_rows(run)
     state_before = course.position.state
     own_saver = find_own_saver(run)
-    _save_and_raise_log_errors(run)
+    if processes.any_process(bool(run.failures)):
+        # A log has failed. All processes save, though only those that write it know: a save needs
+        # all of them.
+        _save_by_all(run, run.components.finiteness.savers)
+        run.components.runner.raise_log_errors_of_all()
     if own_saver is not None and any(_acts_at_end(run, hook) for hook in run.components.hooks):
         own_saver.save_pre_end(run.step, state_before)
     is_whole = False
@@ -92,17 +96,6 @@ def _make_last_rows(run: RunContext) -> None:
     errors.end()
 
 
-def _save_and_raise_log_errors(run: RunContext) -> None:
-    """If a log has failed, let all savers save the state before the `end`s, and raise its error.
-
-    All processes save, though only those that write a log know that it has failed: a save needs all
-    of them.
-    """
-    if processes.any_process(bool(run.failures)):
-        _save_by_all(run, [*run.components.finiteness.savers])
-        run.components.runner.raise_log_errors_of_all()
-
-
 def _call_ends(run: RunContext) -> bool:
     """Call `end` of all hooks but savers; return False if a signal has left one out."""
     course = run.course
@@ -124,14 +117,14 @@ def _call_ends(run: RunContext) -> bool:
 def _acts_at_end(run: RunContext, hook: Any) -> bool:
     """Whether the `end` of a hook changes anything.
 
-    One of the user's does, and so does an evaluation that has not been made.
+    The `end` of a user's hook does, and so does that of an evaluation that is still owed.
     """
     is_owed = owes_end(hook, run.step)
     if is_owed is not None:
         return is_owed
+    is_given = any(hook is option for option in run.options.hooks)
     # jstep's own classes only check, write and close in `end`, which a restart may do again. A
     # subclass of the user's may do more.
-    is_given = any(hook is option for option in run.options.hooks)
     return is_given and defines(hook, "end") and not is_public(type(hook))
 
 

@@ -50,13 +50,13 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
 
     Attributes:
         fetched: The number of batches that were fetched, by any thread.
-        count: The number of batches that the loop is done with: it has asked for the next one.
+        consumed: The number of batches that the loop is done with: it has asked for the next one.
     """
 
     def __init__(self, source: BatchSource, times: StartTimes | None = None) -> None:
         self.source = source
         self.fetched = 0
-        self.count = 0
+        self.consumed = 0
         self._times = StartTimes() if times is None else times
         self._batches = items_until_end(source.items)
         self._items = self._read()
@@ -72,15 +72,14 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
         if self._iterator is None:
             item = self._take_first()
             # A chain, and not a generator, which would be resumed for each batch.
-            first = () if item is None else _once(item)
+            first: Iterator[Any] = iter(()) if item is None else _once(item)
             self._iterator = itertools.chain(first, self._items, self._take_from_thread())
         return self._iterator
 
     def _read(self, *, is_ahead: bool = False) -> CopiedBatches:
         """Yield the batches that are left, for the loop or, if `is_ahead`, for the thread.
 
-        Each generator ends with the batches; that of the loop also once a thread reads from there
-        on.
+        The generator ends when the batches do. The loop's also ends once a thread reads the rest.
         """
         source = self.source
         read_position = source.read_position
@@ -109,7 +108,7 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
             yield copied, shapes, None if read_position is None else read_position()
             if is_ahead:
                 continue
-            self.count += 1
+            self.consumed += 1
             if self._thread is not None:  # it reads from here on
                 return
 
@@ -118,13 +117,13 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
     def start(self, reopen_source: Callable[[], BatchSource] | None) -> None:
         """Make the first batch in a thread.
 
-        If it fails, perhaps as no hook has begun, the source is opened again.
+        If it fails, perhaps because no hook has begun yet, the loop opens the source again.
         """
         self._reopen_source = reopen_source
-        # A daemon, because the user's reader may hang; it may also compile.
-        name = "jstep-first-batch"
+        # A daemon, because the user's reader may hang. It may also compile, which in a daemon
+        # would abort the process at its exit: so that waits a few seconds for the thread.
         self._first_task = run_in_background(
-            self._make_first, name=name, daemon=True, exit_secs=READER_EXIT_SECS
+            self._make_first, name="jstep-first-batch", daemon=True, exit_secs=READER_EXIT_SECS
         )
 
     def _make_first(self) -> Any:
@@ -147,8 +146,10 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
 
     def peek(self, is_over: Callable[[], bool]) -> Any:
         """Return the first batch; None if it fails, if there is none, or if the wait ends first."""
-        task = self._first_task
-        item = None if task is None else _result_in_time(task, is_over)
+        task = self._first_task  # read once: another thread may set it to None
+        if task is None:
+            return None
+        item = _result_in_time(task, is_over)
         return None if item is None else item[0]
 
     def peek_shapes(self, shapes: Callable[[], Any], is_over: Callable[[], bool]) -> Any:
@@ -173,7 +174,10 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
         return thread
 
     def _take_from_thread(self) -> CopiedBatches:
-        while self._thread is not None and (thread := self._thread()) is not None:
+        while True:
+            thread = None if self._thread is None else self._thread()
+            if thread is None:
+                return
             try:
                 item = thread.take()
             except StopIteration:
@@ -182,8 +186,8 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
             # While the loop has the batch, only the feeder holds the thread: if dropped, it ends.
             del thread
             yield item
-            del item
-            self.count += 1
+            del item  # not held while the next one is waited for
+            self.consumed += 1
 
 
 _NO_BATCH = object()
@@ -249,8 +253,8 @@ class BatchFeeder(Iterator[Chunk]):
         source = self._reader.source
         self._requests += 1
         # From here on until the batch is there, a signal raises `StopWaiting` wherever this thread
-        # is: in the user's loader, or while it makes a batch. `waiting` stays true if it does, so
-        # that the end knows where it came.
+        # is: in the user's loader, or while it makes a batch. `waiting` then stays true, so that
+        # the end of the run knows that a batch may have been read in part.
         self.waiting = True
         self.can_interrupt = source.can_interrupt
         outer_phase = watch.current
@@ -281,18 +285,18 @@ class BatchFeeder(Iterator[Chunk]):
         return chunk
 
     def _next_chunk(self) -> Chunk:
-        """Return the next chunk, of a source that must be told of fetches."""
+        """Return the next chunk; each fetch is reported to its source."""
         source = self._reader.source
         if source.moves_between_steps:
             # It may find the position too large to copy: the batch must be trained on then.
             source.begin_fetch()
             self.can_interrupt = source.can_interrupt
         chunk = next(self._chunks)
-        # Before anything is noted of the batch, which a signal would tear apart.
+        # From here on no signal interrupts: the batch and its position must be noted together.
         self.can_interrupt = False
         chunk.can_interrupt = source.can_interrupt
-        # Only now: if the wait is left, the position stays before the batch, even if it was partly
-        # read.
+        # Not before the wait: if a signal ends it, the position stays before the batch, even if
+        # that was partly read.
         if source.follows_calls:
             source.end_fetch(chunk.steps, chunk.position)
         return chunk
@@ -301,9 +305,9 @@ class BatchFeeder(Iterator[Chunk]):
         last = self._last_check
         waited = self._watch.seconds()[WAITING]
         newly_waited = waited - last.waited
-        is_long_in_all = newly_waited > _MAX_WAIT_SHARE * (received_at - last.checked_at)
-        is_long_for_each = newly_waited > _MIN_WAIT_SECS * (self._requests - last.requests)
-        if is_long_in_all and is_long_for_each:
+        is_large_share = newly_waited > _MAX_WAIT_SHARE * (received_at - last.checked_at)
+        is_long_per_call = newly_waited > _MIN_WAIT_SECS * (self._requests - last.requests)
+        if is_large_share and is_long_per_call:
             self._read_ahead()
             self._last_check = _NEVER_AGAIN
             return
@@ -312,7 +316,7 @@ class BatchFeeder(Iterator[Chunk]):
         )
 
     def _read_ahead(self) -> None:
-        """Let the thread read two calls ahead: request the batches not requested from it yet."""
+        """Request as many batches from the thread as it lacks to be two calls ahead."""
         ahead = _CALLS_AHEAD * self.steps
         self._thread = self._reader.thread()
         self._thread.request(ahead - self._ahead)
@@ -334,17 +338,19 @@ def fetch_by_all(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
     first = processes.share_errors(
         lambda: next(remaining, None), "batches: the first one cannot be fetched"
     )
-    if processes.any_process(first is None) and first is not None:
-        raise ValueError("batches: another process has no batch at all; give each process a part")
+    is_missing = processes.any_process(first is None)
     if first is None:
         return remaining
+    if is_missing:
+        raise ValueError("batches: another process has no batch at all; give each process a part")
     return itertools.chain(_once(first), remaining)
 
 
 def _once(item: _T) -> Iterator[_T]:
-    """Return an iterator over one item that lets go of it.
+    """Yield one item without holding it.
 
-    A chain would hold a list, and so the batch, during the run.
+    A chain of a tuple with the item would hold the tuple, and so the batch, during the run.
     """
     items = [item]
-    return map(items.pop, (0,))
+    del item
+    yield items.pop()

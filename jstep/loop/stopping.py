@@ -361,7 +361,7 @@ def _describe_place(run: RunContext) -> str:
         return f"{place}, in {activity.value}"
     if activity is Activity.FETCHING and run.components.feeder.waiting:
         # A call of several steps may have fetched some of its batches already.
-        return f"{place}, while batch {course.first + run.components.batches.count} was fetched"
+        return f"{place}, while batch {course.first + run.components.batches.consumed} was fetched"
     if activity not in (Activity.COMPILING, Activity.CALLING):
         return place
     if run.signals.received is not None:

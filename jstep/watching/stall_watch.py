@@ -282,7 +282,7 @@ class StallWatch(Observer):
                 return _compilation(step)
             case Activity.FETCHING:
                 return Wait(
-                    _BATCH, f"waiting for batch {course.first + run.components.batches.count}"
+                    _BATCH, f"waiting for batch {course.first + run.components.batches.consumed}"
                 )
         feeder = run.components.feeder
         if activity is Activity.CHECKING:
