@@ -37,7 +37,7 @@ from jstep.hooks.run_extra import (
     SKIPPED_IN_A_ROW,
     STOPPED,
 )
-from jstep.loop.observer import that_define
+from jstep.loop.observer import observers_that_define
 from jstep.loop.run_context import RunContext
 from jstep.stores.tagged_json import AttachedFiles, as_json
 
@@ -64,7 +64,7 @@ class RunContents:
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
-        self._observers = that_define("on_save", run.observers)
+        self._observers = observers_that_define("on_save", run.observers)
 
     def take(self, hooks: CheckpointExtra | None = None) -> Contents:
         """Return the current contents; `hooks` are states of hooks taken before, to be used."""

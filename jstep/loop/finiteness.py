@@ -28,9 +28,9 @@ _NOT_FINITE = "its loss is not finite"
 
 
 class _NonfiniteParams(NamedTuple):
-    """What was found in a state.
+    """The parameters of a state that have become not finite.
 
-    These are the paths of its parameters that have become not finite, and how many elements.
+    `counts` has their paths, and the numbers of elements.
     """
 
     state: weakref.ref[Any]
@@ -84,8 +84,8 @@ class Finiteness:
     def require_finite(self, step: int, saver: Saver) -> bool:
         """Return whether the parameters are finite, which the checkpoint records; raise if not.
 
-        Returns False only for a `Saver` that allows it. To be called on all processes, which end
-        here together: one that left alone would leave the others waiting in their save.
+        It returns False only for a `Saver` that allows it. All processes must call it, and all
+        raise: if one left alone, the others would wait for it in their save.
         """
         if self.has_nan_hook:
             return True
@@ -106,9 +106,9 @@ class Finiteness:
     def hooks_that_may_save(
         self, error: BaseException | None = None
     ) -> tuple[list[SaverHook], str]:
-        """Return the hooks that may save after a signal, this error or a stall.
+        """Return the hooks that may save after a signal, this error or a stall, and why not others.
 
-        Also return why the others must not. The reason is "" if all may, or if the error says it.
+        The reason is "" if all may save, or if the error gives it.
         """
         if not self.savers:
             return [], ""
@@ -132,14 +132,17 @@ class Finiteness:
     def _loss_problem(self) -> str:
         """Return why a loss of the latest call prevents a save.
 
-        The reason is "" if none does, or if it cannot be told.
+        The reason is "" if none does, or if that is unknown.
         """
         metrics = self._course.position.metrics
-        losses = jax.tree.leaves(losses_in(metrics)) if isinstance(metrics, Mapping) else []
+        if not isinstance(metrics, Mapping):
+            return ""
+        losses = jax.tree.leaves(losses_in(metrics))
+        if not losses:
+            return ""
         # Several processes must come to one answer, so they judge only by losses that all of them
         # have.
-        can_be_judged = processes.is_single_process() or all(map(_is_on_all_processes, losses))
-        if not losses or not can_be_judged:
+        if not processes.is_single_process() and not all(map(_is_on_all_processes, losses)):
             return ""
         try:
             with internal_transfers():
@@ -150,10 +153,7 @@ class Finiteness:
             return f"its loss cannot be read: {type(error).__name__}: {error}"
 
     def _has_bad_loss(self, metrics: Mapping[str, Any], losses: list[Any]) -> bool:
-        """Whether a loss in the latest call is not finite, and its update was not skipped.
-
-        The loss may be that of any step of the call.
-        """
+        """Whether a loss of the latest call, at any step, is not finite and was not skipped."""
         # A call of several steps returns the metrics of its last one; the sums have seen each.
         latest = self._sums.latest()
         first_of_call = self._course.position.step - self._feeder.steps

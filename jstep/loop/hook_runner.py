@@ -187,9 +187,9 @@ class HookRunner:
         self._timetable.update()
 
     def _poll(self, errors: HookErrors, *, wait: bool = False) -> None:
-        """Call what hooks wait for (`RunInfo.poll`).
+        """Call the checks that hooks have queued (`RunInfo.poll`).
 
-        What returns True is called again after the next call.
+        A check that returns True is called again after the next call.
         """
         pending = self._run.pending
         for _ in range(len(pending)):
@@ -210,10 +210,7 @@ class HookRunner:
     # A save.
 
     def call_before_save(self, step: int) -> bool:
-        """Deliver all numbers, and call `before_save` of the hooks.
-
-        Return whether one of them prevents the save.
-        """
+        """Deliver all numbers, call `before_save`, and return whether a hook prevents the save."""
         self._run.transfers.deliver_all()
         built_in = [hook for hook in self._hooks if isinstance(hook, RunHook)]
         custom = [
@@ -221,10 +218,10 @@ class HookRunner:
             for hook in self._hooks
             if not isinstance(hook, RunHook) and defines(hook, "before_save")
         ]
-        # A list, as a generator would stop at the first True: each hook must be called, which may
-        # flush its file.
-        answers = [call_named(hook, "before_save", step) for hook in (*custom, *built_in)]
-        is_prevented = any(answers)
+        # A list, as a generator would stop at the first True: each hook must be called, because it
+        # may flush its file.
+        results = [call_named(hook, "before_save", step) for hook in (*custom, *built_in)]
+        is_prevented = any(results)
         if not custom:
             return is_prevented
         # All processes save or none does, and a user's hook may decide by what only one of them
@@ -242,17 +239,17 @@ class HookRunner:
         activity = course.activity
         if course.has_body or not isinstance(activity, HookCall):
             return True
-        behind = self._timetable.may_be_due_behind(activity.hook, course.position.step)
-        return any(map(may_return_state, behind))
+        later_hooks = self._timetable.may_be_due_behind(activity.hook, course.position.step)
+        return any(map(may_return_state, later_hooks))
 
     # After the last step.
 
     def call_at_last_step(self, failed: Callable[[BaseException], None] | None = None) -> None:
         """Call the hooks that want the last step, due or not; only the first call does anything.
 
-        After an error, `rescue` calls this, whether it was called before or not. These hooks write
-        the rows of the last iteration, which a restart does not make again: so they come before the
-        last save.
+        After an error, `rescue` calls this, too, whether it was called before or not. These hooks
+        write the rows of the last iteration, which a restart does not make again, so they are
+        called before the last save.
 
         Args:
             failed: Called with each error, also those of logs. If None, the first error is raised,
@@ -283,7 +280,7 @@ class HookRunner:
         is_done = False
         while not is_done:
             # A delivery that fails has left the queue, and `errors` keeps its error: the next round
-            # goes on behind it.
+            # continues after it.
             with errors:
                 self._run.transfers.deliver_all()
                 is_done = True
@@ -295,10 +292,15 @@ class HookRunner:
 
     def raise_log_errors_of_all(self) -> None:
         """Raise the errors of logs on all processes, at a step where all call this."""
-        failures = [f"{type(error).__name__}: {error}" for error, _ in self._run.failures]
-        texts = [""]
-        if not processes.is_single_process():
-            texts = processes.gather_texts(failures[0] if failures else "")
+        if processes.is_single_process():
+            self.raise_log_errors()
+            return
+        first_text = ""
+        if self._run.failures:
+            error, _ = self._run.failures[0]
+            first_text = f"{type(error).__name__}: {error}"
+            del error  # its traceback will hold this frame, as `raise_log_errors` raises it
+        texts = processes.gather_texts(first_text)
         self.raise_log_errors()
         for process, text in enumerate(texts):
             if text:
@@ -316,7 +318,10 @@ class HookRunner:
         watch = self._run.watch
         began = watch.clock()
         phase = phase_of(call.hook)
-        with contextlib.nullcontext() if phase == STEPPING else watch.phase(phase):
+        timing: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if phase != STEPPING:
+            timing = watch.phase(phase)
+        with timing:
             result = self._course.call_hook(call, fn, *args)
         self._record(call, began)
         return result
@@ -336,13 +341,13 @@ def close_hooks(
 ) -> None:
     """Call `failed`, `closed` and `close` of the user's hooks.
 
-    Their exceptions become notes of the run's error; without it, the first one is raised. An exit
-    or an interrupt of a hook's own is such an exception, too: the hooks behind it close what they
+    Their exceptions become notes of the run's error; without it, the first one is raised. This
+    includes an exit or an interrupt that a hook raises: the remaining hooks still close what they
     have opened, and a run that has failed does not exit with 0.
 
     Args:
         problems: The errors of `saved`, which come first.
-        must_leave: Whether the user has pressed Ctrl-C twice: then an interrupt leaves at once.
+        must_leave: Whether the user has pressed Ctrl-C twice: then an interrupt leaves immediately.
     """
     errors = HookErrors(course, must_leave)
     for problem in problems:
@@ -367,11 +372,11 @@ def close_hooks(
 
 
 def _is_scheduled(hook: Any) -> bool:
-    """Whether a hook is scheduled: called after steps, or asked by `next_due` where calls end."""
+    """Whether a hook is called after steps, or has a `next_due` that says where calls end."""
     if isinstance(hook, RunHook):
         return hook_cadence(hook) is not None or type(hook).after_step is not RunHook.after_step
     if defines(hook, "after_step"):
         return True
-    # A subclass of `Hook` that only says where calls end. It is scheduled so that what its
-    # `next_due` returns is checked whatever `steps_per_call` is.
+    # A subclass of `Hook` that only defines where calls end. It is scheduled so that the value of
+    # its `next_due` is checked for any `steps_per_call`.
     return hasattr(hook, "after_step") and defines(hook, "next_due")

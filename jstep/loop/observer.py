@@ -1,7 +1,7 @@
-"""What a run tells the rooms that are attached to it, and asks them: the moments of an `Observer`.
+"""The interface between a run and the rooms attached to it: the moments of an `Observer`.
 
 The kernel (CONTRIBUTING, Layout) imports none of these rooms. `running/attached.py` finds their
-observers. `Hook` and `RunHook` are the other way in: hooks belong to the run and may change it,
+observers. `Hook` and `RunHook` are the other interface: hooks belong to the run and may change it,
 observers do not.
 
 | moment | when, and where | returns | an error |
@@ -21,9 +21,9 @@ observers do not.
 | `on_close` | the run is over; its last state still exists | | ends the run |
 | exited | the run has closed; in reverse order | | is raised last; all is saved |
 
-All but `flush` are called in the loop's thread, in the order of `OBSERVERS`; `on_save` is not, if
-the thread that watches for stalls saves the state of a run that hangs. `find_lineage` is called on
-each process.
+All but `flush` are called in the loop's thread, in the order of `OBSERVERS`. An exception is
+`on_save`, if the thread that watches for stalls saves the state of a run that hangs. `find_lineage`
+is called on each process.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
     error."""
 
     def __init__(self, run: Any) -> None:
-        """Made of the `RunContext`, when the block is entered."""
+        """Create the observer of a `RunContext`, when the block is entered."""
 
     @classmethod
     def check(cls, options: Options) -> Options:
@@ -62,7 +62,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         return None
 
     def find_lineage(self, origin: Origin) -> Lineage:
-        """Return where the run comes from, if more is known than what its checkpoint says."""
+        """Return where the run comes from, if more is known than its checkpoint records."""
         return origin.lineage
 
     def on_open(self, origin: Origin) -> int | None:
@@ -74,17 +74,15 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         return None
 
     def make_hooks(self, hooks: Sequence[Any]) -> Sequence[Any]:
-        """Return hooks that are called after `hooks`.
-
-        What they write to closes with the run's `closing`.
-        """
+        """Return hooks to call after `hooks`; push on `closing` what closes their files."""
         return ()
 
     def on_restored(self, start_number: int) -> None:
         """Called once the run is open, and its state is restored.
 
         Args:
-            start_number: What `on_open` has returned on process 0; 0 if nothing records the start.
+            start_number: The number that `on_open` returned on process 0; 0 if nothing records the
+                start.
         """
 
     def on_no_steps(self) -> None:
@@ -101,15 +99,15 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         """Called when the body or a hook has replaced the state."""
 
     def flush(self) -> None:
-        """Called in the background before each checkpoint appears.
+        """Flush anything that must not be older than a checkpoint.
 
-        Flush anything that must not be older.
+        Called in the background before each checkpoint appears.
         """
 
     def on_save(self, step: int) -> dict[str, Any]:
-        """Called before a save that nothing prevents any more.
+        """Return entries for a checkpoint's `extra`; an entry may be a function that returns it.
 
-        Return entries for the checkpoint's `extra`. An entry may be a function that returns it.
+        Called before a save, once nothing prevents it any more.
         """
         return {}
 
@@ -117,7 +115,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         """Called when the run is over, while its last state and metrics still exist."""
 
 
-def that_define(moment: str, observers: Iterable[Observer]) -> list[Observer]:
+def observers_that_define(moment: str, observers: Iterable[Observer]) -> list[Observer]:
     """Return the observers that have something to do at a moment."""
     return [
         observer

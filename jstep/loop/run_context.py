@@ -56,7 +56,7 @@ class RunComponents:
     runner: HookRunner
     finiteness: Finiteness
 
-    # What hooks ask, documented at `hooks.run_info.OpenComponents`.
+    # For hooks; documented at `hooks.run_info.OpenComponents`.
 
     @property
     def initial_contents(self) -> StateContents:
@@ -95,7 +95,7 @@ class RunContext(RunInfo):
 
     Attributes:
         given: The options as the user gave them; `options` has their values as the run uses them.
-        observers: Those of the record, the stalls and the progress; entered before anything is
+        observers: Those of the record, stalls, progress and so on; entered before anything is
             opened.
         closing: Closes what the run has opened.
         new_name: The name of the run if no earlier start gave it one.
@@ -125,7 +125,7 @@ class RunContext(RunInfo):
             save_steps=options.save_checkpoint_steps,
         )
         course = Course(LoopState(0, state), options.stop_step, timetable, has_body=has_body)
-        course.on_replaced = self._tell_replaced
+        course.on_replaced = self._report_replaced
         super().__init__(
             last_step=options.last_step,
             config=options.config,
@@ -157,7 +157,7 @@ class RunContext(RunInfo):
     ) -> None:
         """Deliver a row of numbers; if that fails, the run ends once the due checkpoint is saved.
 
-        The activity is set back only if the run goes on. Otherwise it stays, so that the note of
+        The activity is set back only if the run continues. Otherwise it stays, so that the note of
         the error names the hook.
         """
         call = HookCall(hook, "deliver")
@@ -170,8 +170,8 @@ class RunContext(RunInfo):
             self.log_failed(hook, error, call.method)
             self.course.activity = outer
         except BaseException:
-            # An exit in the user's `write`. The row is lost, so its step must be taken again. Back
-            # to `WITHIN`, in which nothing is saved: a restart from a checkpoint made here would
+            # An exit in the user's `write`. The row is lost, so its step must be taken again: back
+            # to `WITHIN`, in which nothing is saved. A restart from a checkpoint saved here would
             # not make the row again.
             self.course.forbid_saves()
             raise
@@ -195,13 +195,9 @@ class RunContext(RunInfo):
         steps = None
         if course.has_first:
             steps = [course.first, max(course.first, finished)]
-        return {
-            "step": steps,
-            "seconds": {
-                phase: round(max(0.0, value), 6) for phase, value in seconds.items() if value
-            },
-        }
+        rounded = {phase: round(max(0.0, value), 6) for phase, value in seconds.items() if value}
+        return {"step": steps, "seconds": rounded}
 
-    def _tell_replaced(self, step: int, author: str, old_state: Tree, new_state: Tree) -> None:
+    def _report_replaced(self, step: int, author: str, old_state: Tree, new_state: Tree) -> None:
         for observer in self.observers:
             observer.on_replaced(step, author, old_state, new_state)

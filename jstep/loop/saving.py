@@ -78,7 +78,7 @@ class SaveInterval:
 
     @contextlib.contextmanager
     def timing_save(self) -> Iterator[None]:
-        """A context for a save: the next one is due by what it costs."""
+        """A context that times a save, from which `seconds` computes when the next one is due."""
         began = self._clock()
         try:
             yield
@@ -133,13 +133,14 @@ class RunSaverHook(SaverHook):
     ) -> bool:
         """Save, unless the latest checkpoint holds the same; return False if a hook prevents it."""
         run = self._context
-        # The device is waited for here, so that this is not counted as saving. The save raises an
-        # error of the device again, and explains it better.
+        # Wait for the device here, so that this does not count as saving. The save raises an error
+        # of the device again, and explains it better.
         with contextlib.suppress(Exception):
             jax.block_until_ready(state)
         timing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._interval is not None:
-            import jstep.array_store.array_writer  # noqa: F401  # the first import is slow and not part of a save
+            # The first import is slow, and must not count as part of a save.
+            import jstep.array_store.array_writer  # noqa: F401
 
             timing = self._interval.timing_save()
         with run.watch.phase(SAVING), timing:
@@ -153,17 +154,15 @@ class RunSaverHook(SaverHook):
 
     def _write(self, step: int, state: TrainState, permanent_every_secs: float | None) -> None:
         run = self._context
-        # No other checkpoint of a run is saved so.
+        # Of a run's checkpoints, only the pre-end one is always temporary.
         is_pre_end = permanent_every_secs == ALWAYS_TEMPORARY
         is_finite = run.components.require_finite(step, self.saver)
-        contents = self._contents.take() if self._pre_end is None else self._pre_end
+        contents = self._pre_end
+        if contents is None:
+            contents = self._contents.take()
         extra = self._contents.as_extra(contents, is_pre_end=is_pre_end)
-        write(
-            run,
-            self.saver,
-            state,
-            extra._replace(finite=is_finite, permanent_every_secs=permanent_every_secs),
-        )
+        extra = extra._replace(finite=is_finite, permanent_every_secs=permanent_every_secs)
+        write(run, self.saver, state, extra)
         self._mark_saved(step, state, contents)
         self._is_temporary = permanent_every_secs is not None
 
@@ -178,7 +177,7 @@ class RunSaverHook(SaverHook):
         return self._contents.equals(self._saved_contents)
 
     def has_saved_state(self, step: int, state: TrainState) -> bool:
-        """Whether the latest save of this process holds this state, be it on disk or on its way."""
+        """Whether the latest save of this process, finished or in progress, holds this state."""
         return self._latest_save is not None and self._latest_save.holds(step, state)
 
     def _mark_saved(self, step: int, state: TrainState, contents: Contents) -> None:
@@ -193,7 +192,7 @@ class RunSaverHook(SaverHook):
         try:
             self.saver.wait()
         except Exception:
-            # So that another try saves it again instead of returning True. The error may be of this
+            # Otherwise another try would return True without saving. The error may be of this
             # process alone, and `has_saved_state` is then True on others. But it ends the run here,
             # and `_save_after_error` calls no collective on several processes.
             self._latest_save = None
@@ -215,13 +214,13 @@ class RunSaverHook(SaverHook):
             self._pre_end = self._saved_contents
 
     def save_end(self, step: int, state: TrainState) -> None:
-        """Save what the `end`s have made, with the mark, and wait for it."""
+        """Save the state after the `end`s, with the mark, and wait for it."""
         pre_end = self._pre_end
         self._pre_end = None
         try:
             self.save(step, state, wait=True)
         except BaseException:
-            self._pre_end = pre_end  # which is then what remains of the run
+            self._pre_end = pre_end  # the run is back where it was before the `end`s
             raise
 
     def save_without_peers(self, step: int, state: TrainState, *, is_finite: bool) -> None:
@@ -239,8 +238,9 @@ class RunSaverHook(SaverHook):
     def resume(self, step: int, state: TrainState) -> None:
         """Continue from the restored checkpoint.
 
-        A branch saves it, and does not read the other run again. A pre-end checkpoint, whose end
-        was killed, is saved again, too: it was temporary, and must not stay so.
+        A branch saves it as its own, so that a restart does not read the other run again. A pre-end
+        checkpoint, left by a run that was killed in its end, is saved again, too: it was temporary,
+        and must not stay so.
         """
         run = self._context
         if run.origin.is_new_branch or BEFORE_END in run.origin.extra:
@@ -251,20 +251,14 @@ class RunSaverHook(SaverHook):
             run.poll(self, self._warn_of_nan)
 
     def _warn_of_nan(self, *, wait: bool = False) -> None:
-        """Called once, as `RunInfo.poll` calls a check.
-
-        `wait` changes nothing here, as the contents are read anyway.
-        """
+        """A check for `RunInfo.poll`, called once; it reads the contents with or without `wait`."""
         bad = self._context.components.initial_contents.paths_with_nan()
         if bad:
             logger.warning("%s", describe_initial_nan(bad, self._context.course.first))
 
 
 def find_own_saver(run: RunContext) -> RunSaverHook | None:
-    """Return the hook that saves the run; None without a `checkpoint_dir`.
-
-    The others are the user's.
-    """
+    """Return the hook that saves to `checkpoint_dir`, or None; all other savers are the user's."""
     for hook in run.components.finiteness.savers:
         if isinstance(hook, RunSaverHook):
             return hook
@@ -292,7 +286,8 @@ def why_not_saved(run: RunContext) -> str:
 def describe_restart(run: RunContext) -> str:
     """Return from which checkpoint the next start resumes, as the rest of a sentence.
 
-    It is "" without checkpoints. It waits for a save in progress, and lists the checkpoints.
+    The sentence is "" if the run saves none. This waits for a save in progress, and lists the
+    checkpoints.
     """
     saver = run.saver
     if saver is None:

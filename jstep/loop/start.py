@@ -1,8 +1,8 @@
-"""The start of a run: its checkpoints are opened, and its state is restored.
+"""The start of a run: open its checkpoints, and restore its state while a program is compiled.
 
-Meanwhile, the first program is compiled. `find_origin` comes first. From then on it is known at
-which step the run begins and what its checkpoint holds, but for the values of the state: so the
-record, the first batch and its program can begin before these are read.
+`find_origin` comes first. It finds at which step the run begins and all that its checkpoint holds
+except for the values of the state, so the record, the first batch and its program can begin before
+these are read.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from jstep.loop.contents import restore_hooks
 from jstep.loop.feeder import BatchFeeder, BatchReader
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
-from jstep.loop.observer import that_define
+from jstep.loop.observer import observers_that_define
 from jstep.loop.run_context import RunComponents, RunContext
 from jstep.loop.saving import RunSaverHook
 from jstep.loop.stopping import report_done
@@ -56,10 +56,10 @@ _NO_BATCHES = "the batches cannot be opened"
 def open_run(run: RunContext, batches: Tree) -> RunComponents:
     """Open all that a run needs, in this order, and push on its `closing` what closes it.
 
-    The checkpoints come first, as the claim of their prefix refuses a second run before anything is
-    written, and as they say at which step the run begins. While the state is read, a thread makes
-    the first batch and another one compiles the step for it (`_restore`). The event file and the
-    hooks follow, which may need the state.
+    The checkpoints come first, because the claim of their prefix rejects a second run before
+    anything is written, and because they determine at which step the run begins. While the state is
+    read, a thread makes the first batch and another one compiles the step for it (`_restore`). The
+    event file and the hooks follow, which may need the state.
     """
     source = _open_checkpoints(run)
     start_number = _open_record(run)
@@ -67,7 +67,13 @@ def open_run(run: RunContext, batches: Tree) -> RunComponents:
     early_batches = _restore(run, source, dispatch, batches)
     hooks = build_hooks(run)
     runner = HookRunner(run, hooks)
-    reader = _open_reader(run, batches, early_batches)
+
+    def open_reader() -> BatchReader:
+        if early_batches is not None:
+            return early_batches
+        return BatchReader(_open_source(run, batches), run.times)
+
+    reader = processes.share_errors(open_reader, _NO_BATCHES)
     chunks = _make_chunks(run, dispatch.table, hooks, reader)
     feeder = BatchFeeder(reader, chunks, run.signals, run.watch)
     finiteness = Finiteness(run.course, hooks, run.sums, dispatch, feeder)
@@ -86,9 +92,9 @@ def open_run(run: RunContext, batches: Tree) -> RunComponents:
 
 
 def begin_hooks(run: RunContext) -> bool:
-    """Begin the hooks, with their states in the checkpoint; return whether there is a step to take.
+    """Begin the hooks, and set their states; return whether there is a step to take.
 
-    The hooks get the run last, as they write to what it has opened; so they are closed first.
+    The hooks get the run after it has opened all else: they write to it, and so close first.
     """
     components = run.components
     components.runner.use_run(run.closing)
@@ -126,19 +132,16 @@ def begin_hooks(run: RunContext) -> bool:
 
 
 def _flush_before_saves(run: RunContext) -> None:
-    """Let each save flush lines and rows first.
-
-    A run that resumes from it does not write earlier ones again.
-    """
+    """Let each save flush lines and rows first: a run that resumes from it does not repeat them."""
     if run.saver is None:
         return
-    flushes = [observer.flush for observer in that_define("flush", run.observers)]
+    flushes = [observer.flush for observer in observers_that_define("flush", run.observers)]
     for flush in (*flushes, run.background.flush):
         run.closing.enter_context(run.saver.flushing(flush))
 
 
 def _resume_hooks(run: RunContext) -> bool:
-    """Give the hooks their states of the checkpoint; return whether one keeps the run stopped."""
+    """Set the hooks' states from the checkpoint; return whether one keeps the run stopped."""
     is_stopped = restore_hooks(run)
     for hook in run.components.hooks:
         if isinstance(hook, RunSaverHook):
@@ -183,10 +186,7 @@ def _reading(run: RunContext, step: int) -> Iterator[None]:
 
 
 def _close_saver(run: RunContext, saver: Saver) -> None:
-    """Wait for pending writes, except after a second Ctrl-C.
-
-    Close the `Saver` unless the user passed it.
-    """
+    """Wait for writes, except after a second Ctrl-C; close the `Saver` unless it is the user's."""
     waits = not run.signals.received_twice
     if saver is not run.options.checkpoint_dir:
         saver.close(wait=waits)
@@ -197,9 +197,9 @@ def _close_saver(run: RunContext, saver: Saver) -> None:
 def _restore(
     run: RunContext, source: StateSource, dispatch: Dispatch, batches: Tree
 ) -> BatchReader | None:
-    """Restore the state; return the batches, if they have begun early.
+    """Restore the state, while the first batch is made and its program compiled.
 
-    Meanwhile, the first batch is made and its program compiled.
+    Return the reader of the batches, if it has begun.
     """
     origin = run.origin
     if source.problem is not None:
@@ -211,7 +211,11 @@ def _restore(
     early_batches = processes.share_errors(
         lambda: _begin_batches_early(run, dispatch, batches), _NO_BATCHES
     )
-    with _reading(run, origin.step) if unread is not None else run.course.doing(Activity.STARTING):
+    if unread is not None:
+        reading = _reading(run, origin.step)
+    else:
+        reading = run.course.doing(Activity.STARTING)
+    with reading:
         state = read_state(run.saver, origin, source, run.state)
     run.course.set_start(state, origin)
     return early_batches
@@ -225,7 +229,10 @@ def _open_record(run: RunContext) -> int:
 
     def open_and_number() -> tuple[int]:
         if processes.is_process_0():
-            _remove_temporary(run.options)
+            # The files of dead processes.
+            for path in run.options.directories:
+                if not is_url(path):
+                    remove_temporary(path)
         number = 0
         for observer in run.observers:
             number = observer.on_open(run.origin) or number
@@ -233,13 +240,6 @@ def _open_record(run: RunContext) -> int:
 
     (number,) = processes.first_ints_on_all(open_and_number, count=1, problem=NO_LOGS)
     return number
-
-
-def _remove_temporary(options: Options) -> None:
-    """Remove the files of dead processes."""
-    for path in options.directories:
-        if not is_url(path):
-            remove_temporary(path)
 
 
 # The calls.
@@ -270,8 +270,12 @@ def _make_dispatch(run: RunContext) -> Dispatch:
 
 
 def _find_example_counter(options: Options) -> Callable[..., int | None] | None:
-    """Return how the user's hook counts a batch's examples; None for its leading axis."""
-    return next(filter(None, map(example_counter, options.hooks)), None)
+    """Return how a hook of the user's counts a batch's examples; None for its leading axis."""
+    for hook in options.hooks:
+        counter = example_counter(hook)
+        if counter is not None:
+            return counter
+    return None
 
 
 def _make_chunks(
@@ -279,7 +283,7 @@ def _make_chunks(
 ) -> Iterator[Chunk]:
     options = run.options
     first = run.course.first
-    ends: Iterable[float] = (math.inf,)
+    ends: Iterable[float] = (math.inf,)  # a call of one step needs no planned end
     if table.is_looped:
         changes = ProgramChanges(run.train_steps, reader.source.next_change)
         ends = changes.end_steps(
@@ -307,12 +311,12 @@ def _begin_batches_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> 
         return None  # by the body, or with the state, which is not read yet
     sequence = batches if isinstance(batches, BatchSequence) else None
     if sequence is None and run.origin.kind is Kind.FRESH:
-        # Nothing is restored meanwhile. A sequence goes on all the same: its shapes are known, so
-        # that its program can be compiled while its first batch is made.
+        # Nothing is restored meanwhile. A sequence is begun anyway: its shapes are known, so that
+        # its program can be compiled while its first batch is made.
         return None
     if sequence is not None and not sequence.is_endless and first >= len(sequence):
         return None  # the batches are used up
-    reader = _begin_batches(run, batches)
+    reader = BatchReader(_open_source(run, batches), run.times)
     reopen_source: Callable[[], BatchSource] | None = None
     if reader.source.may_be_opened_again:
         # A function of the step may have failed because it depends on a hook.
@@ -328,10 +332,6 @@ def _begin_batches_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> 
 
     dispatch.compiler.begin_first(first, sharding, run.times, peek)
     return reader
-
-
-def _begin_batches(run: RunContext, batches: Tree) -> BatchReader:
-    return BatchReader(_open_source(run, batches), run.times)
 
 
 def _open_source(run: RunContext, batches: Tree) -> BatchSource:
@@ -351,13 +351,6 @@ def _open_source(run: RunContext, batches: Tree) -> BatchSource:
         is_saved=options.checkpoint_dir is not None,
         next_save=next_save,
         state=lambda: run.state,
-    )
-
-
-def _open_reader(run: RunContext, batches: Tree, early_batches: BatchReader | None) -> BatchReader:
-    """Return the batches that have begun early, or open them."""
-    return processes.share_errors(
-        lambda: early_batches or _begin_batches(run, batches), _NO_BATCHES
     )
 
 

@@ -23,8 +23,8 @@ its hooks, and the body of the loop. If the body makes the batches, the iteratio
 all its calls, and the time of the body itself counts as waiting. A restart resumes only between two
 iterations, so if an error or an exit ends an iteration early, nothing of it is saved. "The last
 evaluation" is that of an iteration, not of the run: neither a body nor a hook that may replace the
-state follows it. Those before the first step and at the end count as such, too. `ending.py` defines
-the end.
+state follows it. Evaluations before the first step and at the end count as such, too. `ending.py`
+defines the end.
 
 The exit code is that of `Preempted`, `KeyboardInterrupt` or the error, and 75 after a stall.
 Nothing is saved if a loss or the parameters are not finite, or if a hook prevents it. An evaluation
@@ -80,9 +80,8 @@ def report_early_end(run: RunContext) -> None:
         return
     logger.warning(
         "The batches ended after step %d, before last_step=%d: the run ends there. For more passes "
-        "over the data, "
-        "give jstep.batches(…, num_epochs=None), or an iterable that does not end, see docs: "
-        "recipes/loaders#epochs",
+        "over the data, give jstep.batches(…, num_epochs=None), or an iterable that does not end, "
+        "see docs: recipes/loaders#epochs",
         run.step,
         last_step,
         extra=BELOW_BAR,
@@ -106,7 +105,7 @@ def report_done(run: RunContext) -> None:
 
 
 def _stop_reason(run: RunContext) -> str:
-    """Say which hook keeps the run stopped; "" if none says so."""
+    """Describe which hook keeps the run stopped; "" if none does."""
     name = run.origin.extra.get(STOPPED)
     if name is not None:
         remedy = (
@@ -133,9 +132,9 @@ def exit_on_signal(run: RunContext) -> NoReturn:
     outcomes = list[str]()
     errors = HookErrors(run.course)
     for hook in savers:
-        # A start that has found the mark and took no step has nothing to save by the user's savers:
-        # they had all saved when the mark was written.
         if is_idle and not isinstance(hook, RunSaverHook):
+            # This start has found the mark and took no step. All of the user's savers had saved
+            # when the mark was written.
             continue
         with errors:
             outcomes.append(_save(run, hook))
@@ -144,15 +143,17 @@ def exit_on_signal(run: RunContext) -> NoReturn:
     if len(savers) < len(finiteness.savers):
         _raise_if_not_finite(run)
         raise run.signals.stop_error(f"{when}, which is not saved: {why}")
-    raise run.signals.stop_error(f"{when}, which {outcomes[0]}" if outcomes else when)
+    if outcomes:
+        raise run.signals.stop_error(f"{when}, which {outcomes[0]}")
+    raise run.signals.stop_error(when)
 
 
 def _raise_if_not_finite(run: RunContext) -> None:
-    """Raise the error of what is not finite, if that prevents a save.
+    """Raise an error if values that are not finite prevent a save.
 
-    It says more than the exit by a signal.
+    It is more specific than the exception of the signal.
     """
-    run.components.prevents_save(run.step)  # `NanLossHook` raises a more specific error
+    run.components.prevents_save(run.step)  # here, a `NanLossHook` raises an even better one
     finiteness = run.components.finiteness
     for hook in finiteness.savers:
         finiteness.require_finite(run.step, hook.saver)
@@ -182,8 +183,8 @@ def note_closing(run: RunContext, error: Exception, state: TrainState) -> None:
     step = run.step
     note(
         error,
-        f"jstep: at step {step}, while the run closed; the "
-        f"state after step {step} is in its `state`.",
+        f"jstep: at step {step}, while the run closed; the state after step {step} is in its "
+        "`state`.",
     )
 
 
@@ -206,15 +207,17 @@ _UNPRINTED = SystemExit, GeneratorExit, asyncio.CancelledError
 def rescue(run: RunContext, error: BaseException) -> None:
     """Save the state, if a restart may resume from it, and attach it to the error with a note."""
     place = _describe_place(run)  # before the state is saved, which is another activity
-    obeys_signal = _obeys_signal(run, error)
-    text = f"{place}{_save_and_attach(run, error, obeys_signal=obeys_signal)}."
+    # An exit of the user's own that came after a signal does not obey that signal.
+    obeys_signal = run.signals.received_twice or run.signals.has_raised(error)
+    outcome = _save_and_attach(run, error, obeys_signal=obeys_signal)
+    text = f"{place}{outcome}."
     note(error, f"jstep: {text}")
     if isinstance(error, _UNPRINTED) and not obeys_signal:
         logger.warning("%s ends the run %s", type(error).__name__, text, extra=BELOW_BAR)
 
 
 def _save_and_attach(run: RunContext, error: BaseException, *, obeys_signal: bool) -> str:
-    """Save and attach the state; return what the note of the error says of it."""
+    """Save and attach the state; return the outcome, as the rest of the error's note."""
     signals = run.signals
     runner = run.components.runner
     noted = {str(error)}
@@ -228,21 +231,16 @@ def _save_and_attach(run: RunContext, error: BaseException, *, obeys_signal: boo
         runner.call_at_last_step(failed)
     if attach_last_state(run, error):
         return f". The state was donated to a step: it is lost{describe_restart(run)}"
+    has_savers = bool(run.components.finiteness.savers)
     saved = ""
-    if not run.course.is_resumable:
-        why = f", and is not saved, {why_not_saved(run)}{describe_restart(run)}"
-        saved = why if run.components.finiteness.savers else ""
-    elif not obeys_signal and run.course.has_trained and run.components.finiteness.savers:
+    if has_savers and not run.course.is_resumable:
+        saved = f", and is not saved, {why_not_saved(run)}{describe_restart(run)}"
+    elif has_savers and run.course.has_trained and not obeys_signal:
         saved = _save_after_error(run, error)
         runner.raise_log_errors(failed)
     is_kept = run.course.has_trained and interactive.keep(run.state)
     also = " and in jstep.interrupted_state()" if is_kept else ""
     return f"; the state after step {run.step} is in the exception's `state`{also}{saved}"
-
-
-def _obeys_signal(run: RunContext, error: BaseException) -> bool:
-    """Whether a signal is what ends the run; not an exit of the user's own that came after one."""
-    return run.signals.received_twice or run.signals.has_raised(error)
 
 
 STALL_EXIT_CODE = 75
@@ -255,12 +253,13 @@ def exit_after_stall(
     """End a process that stalls, from another thread.
 
     Args:
-        may_save: Whether there is one process, which stalls in the user's loader, between two
-            iterations: so its state may be saved.
+        may_save: Whether this is the only process and it stalls in the user's loader, between two
+            iterations, so that its state may be saved.
         save_secs: How long a save may take.
-        grace_secs: How long it waits before it ends, so that other processes come here as well.
+        grace_secs: How long to wait before the exit, so that other processes report their stall.
     """
-    if may_save and run.is_open and run.saver is not None and run.course.has_trained:
+    has_unsaved = run.is_open and run.saver is not None and run.course.has_trained
+    if may_save and has_unsaved:
         if not _call_in_thread(lambda: logger.warning("%s", save_stalled_run(run)), save_secs):
             log_in_time(f"step {run.step} could not be saved within {save_secs:.0f} s")
     elif run.course.status == ENDING and run.saver is not None:
@@ -285,7 +284,7 @@ def save_stalled_run(run: RunContext) -> str:
     step = run.step
     finiteness = run.components.finiteness
     own_saver = find_own_saver(run)
-    assert own_saver is not None  # asked for only in a run that saves
+    assert own_saver is not None  # `exit_after_stall` calls this only in a run that saves
     try:
         why = why_not_saved(run)
         if why:
@@ -303,7 +302,7 @@ def save_stalled_run(run: RunContext) -> str:
 def _save_after_error(run: RunContext, error: BaseException) -> str:
     """Let each saver save; return what the note says of the state, as the rest of a sentence."""
     if not processes.is_single_process():
-        # Not asked of the savers, which would call collectives.
+        # Savers would call collectives here. At most, the state has been saved already.
         own_saver = find_own_saver(run)
         if own_saver is not None and own_saver.has_saved_state(run.step, run.state):
             name = checkpoint_name(own_saver.saver.prefix, run.step)
@@ -349,7 +348,7 @@ def _error_clause(error: Exception) -> str:
 
 
 def _describe_place(run: RunContext) -> str:
-    """Say where an error occurred, by what the run was doing."""
+    """Describe where an error occurred, by what the run was doing."""
     course = run.course
     activity = course.activity
     place = f"at step {run.step}"
