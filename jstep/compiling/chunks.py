@@ -43,9 +43,13 @@ class Chunk:
         return self.program.stage.trace(state, self.step_args)
 
     def rows(self) -> int | None:
-        axis = 1 if self.program.is_stacked else 0  # the axis of rows
-        shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(self.args)]
-        sizes = {shape[axis] for shape in shapes if shape is not None and len(shape) > axis}
+        """Return the number of rows of each batch; None if its leaves differ in it."""
+        axis = 1 if self.program.is_stacked else 0
+        sizes: set[int] = set()
+        for leaf in jax.tree.leaves(self.args):
+            shape = getattr(leaf, "shape", ())
+            if len(shape) > axis:
+                sizes.add(shape[axis])
         return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -87,14 +91,9 @@ def make_chunks(
                 return
             previous_shapes = shapes
             batch, shapes, position = item
-            # A looped program may have been replaced by a longer one: it is looked up for each
-            # call.
-            if (
-                program is None
-                or program.is_looped
-                or step >= program.stage.stop
-                or shapes != previous_shapes
-            ):
+            # A looped program is looked up for each call: a longer one may have replaced it.
+            is_other_stage = program is None or step >= program.stage.stop
+            if is_other_stage or program.is_looped or shapes != previous_shapes:
                 program = program_for(step, shapes, functools.partial(_make_args, batch, place_one))
             item = None
             if not program.is_stacked:
@@ -105,9 +104,10 @@ def make_chunks(
                 continue
             batches_of_call = [batch]
             max_steps = min(program.max_steps, end - step)
-            # The item that ends this chunk, as its batch has other shapes, begins the next one.
-            while len(batches_of_call) < max_steps and (item := next(items, None)) is not None:
-                if item[1] != shapes:
+            while len(batches_of_call) < max_steps:
+                item = next(items, None)
+                # An item with other shapes ends this chunk, and begins the next one.
+                if item is None or item[1] != shapes:
                     break
                 batches_of_call.append(item[0])
                 position = item[2]
@@ -126,13 +126,15 @@ def _make_args(batch: Tree, place: Callable[[Any], Any] | None) -> tuple[Any, ..
 
 
 def _stack_batches(batches: list[Any], max_steps: int) -> Any:
-    """Stack batches for a program of so many steps.
+    """Stack batches for a program of `max_steps` steps.
 
     The last one is repeated as padding, which is not trained on.
     """
 
     def stack(*column: Any) -> Any:
-        return _stack_arrays(column) if isinstance(column[0], jax.Array) else np.stack(column)
+        if isinstance(column[0], jax.Array):
+            return _stack_arrays(column)
+        return np.stack(column)
 
     padding = [batches[-1]] * (max_steps - len(batches))
     return jax.tree.map(stack, *batches, *padding)

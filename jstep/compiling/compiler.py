@@ -46,11 +46,11 @@ class CompileJob(NamedTuple):
 
     Attributes:
         first: The first step that needs it.
-        make: Compiles it for the arguments of one step, of which the shapes count. That of the
-            first program ignores them, as it waits for its shapes.
+        make: Compiles it for the arguments of one step, of which only the shapes matter. For the
+            first program it ignores them, and waits for the first batch.
         args: The shapes to call `make` with; None for those of the latest chunk when the
             compilation begins.
-        is_quiet: Whether nothing is logged of it.
+        is_quiet: Whether nothing is logged about it.
     """
 
     first: int
@@ -82,14 +82,13 @@ once `is_over()`."""
 class Compiler:
     """Compiles a run's programs: in background threads, one at a time, and at their first calls.
 
-    Errors in the background are logged only: the step that needs the program raises them.
+    Errors in the background are only logged: the step that needs the program raises them.
 
     Attributes:
         counts: The compilations that the loop's thread has waited for.
         jobs: The programs to be compiled ahead, in the order of their steps.
-        begun: Those in progress or compiled that no call has needed yet.
-        closed: Set once the run closes, so that no thread waits any longer for the shapes of a
-            batch.
+        begun: The jobs in progress or done whose programs no call has needed yet.
+        closed: Set once the run closes, so that no thread waits for the shapes of a batch.
     """
 
     def __init__(self, table: ProgramTable, signals: StopSignals, watch: Stopwatch) -> None:
@@ -105,7 +104,7 @@ class Compiler:
         # The program that was compiled last because it was due.
         self._latest_due: Program | None = None
         self._shapes: _Shapes | None = None  # of the latest compilation
-        # id of a stage → how often it was compiled because its batch had another shape
+        # The id of a stage → how often it was compiled because its batch had another shape.
         self._recompilations = Counter[int]()
 
     # In the background.
@@ -143,8 +142,8 @@ class Compiler:
             _check_increments(table.stage_of(step), has_several=len(table.stages) > 1)
         if len(steps) == 1:
             return
-        # Optimizers that need no check here: the call of the first stage, which follows, checks its
-        # own.
+        # The optimizers that are known to fit. That of the first stage is checked by its call,
+        # which follows.
         fitting = [_optimizer_of(table.stage_of(first))]
         seen: set[Any] = set()
         for step in steps:
@@ -153,8 +152,8 @@ class Compiler:
             begins_stage = step == stage.first
             optimizer = _optimizer_of(stage)
             args = None
-            # If the source does not know its shapes, `item` may make the batch, which only a later
-            # stage is worth.
+            # If the source does not know its shapes, `item` may have to make the batch. That is
+            # worth it only for a later stage.
             has_shapes = source.knows_shapes or (source.has_items and begins_stage and not is_first)
             if has_shapes and stage.is_compilable:
                 args = shapes_of_batch(source, step, batch_sharding)
@@ -204,7 +203,7 @@ class Compiler:
             self.jobs.popleft()  # the step compiles it
 
     def close(self) -> None:
-        """Begin no further compilations; those in progress go on."""
+        """Begin no further compilations; those in progress continue."""
         self.jobs.clear()
         self.closed.set()
         for _, task in self.begun:
@@ -213,7 +212,7 @@ class Compiler:
     # At the first call.
 
     def compile_due(self, state: Tree, chunk: Chunk) -> None:
-        """Compile a chunk's program, apart from this thread, so that a signal may end the wait."""
+        """Compile a chunk's program in another thread, so that a signal may end the wait."""
         program = chunk.program
         stage = program.stage
         if program is self._latest_due:
@@ -223,11 +222,12 @@ class Compiler:
         self._log_compilation(chunk)
         if program.has_failed or not stage.is_compilable or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return
+        interruptible: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if can_interrupt:
+            interruptible = self._signals.allow_interrupts()
         with self.table.compiling(stage.name):
             try:
-                with (
-                    self._signals.allow_interrupts() if can_interrupt else contextlib.nullcontext()
-                ):
+                with interruptible:
                     lowered = program.lower(state, chunk.args, self.table.sums)
             except Exception as error:
                 forget_frames(error)
@@ -240,7 +240,7 @@ class Compiler:
                 raise
 
     def _log_compilation(self, chunk: Chunk) -> None:
-        """Say which of several programs is compiled now, unless it was compiled before."""
+        """Log which of several programs is compiled now, unless it was compiled before."""
         program = chunk.program
         stage = program.stage
         has_several = self.table.is_looped or len(self.table.stages) > 1
@@ -292,11 +292,11 @@ class Compiler:
 
 
 def _count_programs(step: Any) -> int | None:
-    """Return how many programs JAX has of a compiled function; None if it does not say.
+    """Return how many programs JAX has for a compiled function; None if that is unknown.
 
-    `_cache_size` of a function of `jax.jit` is private, the exception to our rule; only lines of
-    the log depend on it. What is public, `jax.monitoring`, counts all that a thread compiles: also
-    the programs that sum metrics, or those of a hook. Without `_cache_size`, these counts are used.
+    `_cache_size` of a function of `jax.jit` is private, an exception to our rule; only log lines
+    depend on it. The public `jax.monitoring` counts all that a thread compiles, including the
+    programs that sum metrics and those of hooks. Without `_cache_size`, its counts are used.
     """
     cache_size = getattr(step, "_cache_size", None)
     return None if cache_size is None else int(cache_size())
@@ -322,8 +322,10 @@ def _recompilation_cause(name: str, old: Tree, new: Tree) -> str:
 
 
 def _placement(leaf: Any) -> str:
-    place = getattr(leaf, "sharding", None) or "anywhere"
-    return f"{place}, of weak type" if getattr(leaf, "weak_type", False) else str(place)
+    place = str(getattr(leaf, "sharding", None) or "anywhere")
+    if getattr(leaf, "weak_type", False):
+        return f"{place}, of weak type"
+    return place
 
 
 def _steps(chunk: Chunk) -> str:
@@ -347,7 +349,7 @@ def _compile_job(job: CompileJob, args: tuple[Any, ...]) -> None:
 
 
 def compile_apart(lowered: Any, signals: StopSignals, *, can_interrupt: bool) -> None:
-    """Compile in another thread, but count it for this one."""
+    """Compile in another thread, but count the compilation for this one."""
 
     def compiled() -> CompileCounts:
         lowered.compile()
@@ -393,13 +395,13 @@ def _shapes_as_args(batch: Tree, batch_sharding: object) -> tuple[Any, ...]:
 
 
 def _optimizer_of(stage: Stage) -> Optimizer | None:
-    """Return the optimizer of a step of `minimize`; that of another step is not known."""
+    """Return the optimizer of a step of `minimize`; None for any other step."""
     step = step_function(stage.step)
     return None if step is None else step.optimizer
 
 
 def _check_increments(stage: Stage, *, has_several: bool) -> None:
-    """Reject a stage that is known, without a trace, not to increment the global step."""
+    """Reject a stage that is known, before it is traced, not to increment the global step."""
     function = step_function(stage.step)
     if function is not None and function.increments is False:
         name = f"train_step[{stage.first}]" if has_several else "train_step"
@@ -452,18 +454,22 @@ def _check_stage(stage: Stage, state: Tree, args: tuple[Any, ...], step: int) ->
             f"returns a state {different}; freeze parameters with var_list, and give all stages "
             "optimizers with the same slots"
         )
-    # Of a step of `minimize` it is known without a trace.
+    # For a step of `minimize`, `_check_increments` knows this without a trace.
     if step_function(stage.step) is None and _keeps_step(traced, state, args):
         raise ValueError(f"{name}: {stage.name} {_NO_INCREMENT}")
 
 
 def _keeps_step(traced: Any, state: Tree, args: tuple[Any, ...]) -> bool:
-    """Whether a traced step is known to return the global step that it gets."""
+    """Whether a traced step is known to return the global step that it gets.
+
+    Each input leaf is labelled with its index, and each output leaf with the index of the input
+    that it copies, or -1.
+    """
     treedef = trees.structure((state, args))
     given, _ = treedef.unflatten(range(treedef.num_leaves))
     copied = copied_inputs(body_of(traced.jaxpr))
-    origins = [-1 if i is None else i for i in copied]
-    returned, *_ = trees.structure(traced.out_info).unflatten(origins)
+    labels = [-1 if i is None else i for i in copied]
+    returned, *_ = trees.structure(traced.out_info).unflatten(labels)
     if not isinstance(given, TrainState) or not isinstance(returned, TrainState):
         return False
     return bool(returned.global_step == given.global_step)

@@ -43,14 +43,13 @@ class Dispatch:
 
     Args:
         first_call: A context for the first call of the run.
-        stage_listeners: Told of the first call of each stage.
-        count_examples: How to count the examples of a batch; None if their number is that of its
-            rows.
+        stage_listeners: Called after the first call of each stage.
+        count_examples: How to count the examples of a batch; None if each row is one.
 
     Attributes:
-        call_listeners: Told of each call.
-        due_listeners: Those that are to be told of the latest call. The run tells them, once it has
-            the new state: an error of a listener must not lose it, as the one before was donated.
+        call_listeners: Called after each call.
+        due_listeners: The listeners of the latest call. The run calls them once it has the new
+            state: an error of a listener must not lose it, as the one before was donated.
     """
 
     def __init__(
@@ -76,7 +75,9 @@ class Dispatch:
         # With `on_device`, some step is not compiled. It may make arrays of equal shapes from
         # batches of different ones. So processes may rightly pass it batches of different shapes,
         # and these are not compared.
-        self._agreed = None if processes.is_single_process() or table.on_device else AgreedShapes()
+        self._agreed: AgreedShapes | None = None
+        if not processes.is_single_process() and not table.on_device:
+            self._agreed = AgreedShapes()
 
     def compile_for(self, state: Tree, chunk: Chunk) -> None:
         """Compile what a call needs; no signal is obeyed between this and the call."""
@@ -122,7 +123,7 @@ class Dispatch:
         is_timed = self._auto is not None and chunk.program.is_looped
         chunk.program.is_settled = not is_compiling and not is_timed
 
-    # The listeners are replaced, not changed: the run may be telling them.
+    # The listeners are replaced, not changed in place: the run may be calling them.
 
     def add_listener(self, listener: ChunkListener) -> None:
         self.call_listeners = (*self.call_listeners, listener)
@@ -139,8 +140,10 @@ class Dispatch:
         annotation: contextlib.AbstractContextManager[Any] = _NO_CONTEXT
         if is_profiling():
             annotation = jax.profiler.StepTraceAnnotation("train", step_num=chunk.first)
+        watching: contextlib.AbstractContextManager[Any] = _NO_CONTEXT
+        if not program.is_called:
+            watching = program.stage.watching()
         try:
-            watching = _NO_CONTEXT if program.is_called else program.stage.watching()
             with self._context_of_call(), annotation, watching:
                 if self._auto is None or not program.is_looped:
                     return program.run(state, chunk, self.table.sums)
@@ -154,10 +157,7 @@ class Dispatch:
         return result
 
     def _note_compiled(self, state: Tree, chunk: Chunk, result: Any, began: float) -> None:
-        """After a call that compiled its program: count its time as `starting`.
-
-        Also check a stage's first result.
-        """
+        """Count the time of a call that compiled as `starting`; check a stage's first result."""
         program = chunk.program
         is_first_of_stage = program.stage.begin()
         self.compiler.log_if_recompiled(state, chunk, is_first_of_stage=is_first_of_stage)
@@ -211,7 +211,7 @@ _TIMED_CALLS = 5
 
 
 def choose_max_steps(seconds: float) -> int:
-    """Return the largest power of 2, ≥ 1, whose call is short enough for this time of a step."""
+    """Return the largest power of 2, ≥ 1, of steps of this duration that a call may have."""
     exponent = max(0, math.floor(math.log2(MAX_CALL_SECS / seconds)))
     return int(min(MAX_STEPS_PER_CALL, 2**exponent))
 
@@ -219,9 +219,9 @@ def choose_max_steps(seconds: float) -> int:
 class AutoSteps:
     """Times the first calls of a run, then switches to longer ones, and times these as well.
 
-    It waits for the device to time calls. A single call of a quick step takes many times as long as
-    the step: it is dispatched, and waited for. So the time of a step is measured again in the
-    longer calls, until it gives no longer ones. Calls that hooks end early are padded to the
+    It waits for the device to time calls. A call of one quick step takes many times as long as the
+    step, because it is dispatched and waited for. So the time of a step is measured again in the
+    longer calls, until these need not be any longer. Calls that hooks end early are padded to the
     maximum, so the maximum is lowered if no call was longer than half of it. All processes switch
     after the same call.
 
@@ -233,7 +233,7 @@ class AutoSteps:
         self.is_over = False
         self._table = table
         self._clock = clock
-        # What was chosen last; the table has it once its programs are compiled.
+        # The latest choice; `table.max_steps` becomes it once its programs are compiled.
         self._max_steps = table.max_steps
         self._calls_left = _UNTIMED_CALLS + _TIMED_CALLS
         self._seconds = math.inf  # of a step, in the shortest call so far
@@ -285,7 +285,7 @@ class AutoSteps:
         if processes.is_single_process():
             run_in_background(switch, name="jstep-compile")
         else:
-            switch()  # here, as it asks whether it failed on any process
+            switch()  # not in a thread, because it calls a collective
 
     def _switch(self, max_steps: int | None, *, is_last: bool) -> None:
         has_failed = False

@@ -46,7 +46,9 @@ def _shape(leaf: object) -> Any:
     if isinstance(leaf, jax.Array):
         # Uncommitted arrays are compiled for like NumPy arrays, without a sharding.
         return shape_of(leaf, leaf.sharding if leaf.committed else None, weak=True)
-    return shape_of(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
+    if isinstance(leaf, np.ndarray | np.generic):
+        return shape_of(leaf)
+    return leaf
 
 
 def type_text(leaf: object) -> str:
@@ -54,7 +56,7 @@ def type_text(leaf: object) -> str:
 
 
 def _stack_shapes(tree: Tree, steps: int) -> Any:
-    """Return the shapes of batches stacked for so many steps; no mesh axis divides the steps."""
+    """Return the shapes of `steps` stacked batches; no mesh axis divides the steps."""
 
     def leaf(shape: Any) -> Any:
         if not isinstance(shape, jax.ShapeDtypeStruct):
@@ -143,7 +145,7 @@ class Program:
         if isinstance(self.step, TrainStep):
             new, metrics = call_step(self.step, state, chunk.args)
             self.constants = metrics.constants
-            # Metrics that are no dict are rejected by `check_result`.
+            # `check_result` rejects metrics that are not a dict.
             if (sums.is_wanted or metrics.constants.has_ratios) and type(metrics.computed) is dict:
                 sums.add(
                     chunk.first, metrics.computed, metrics.constants.skipped, metrics.constants
@@ -156,8 +158,8 @@ class Program:
         check_alive(state)  # on a mesh, JAX would crash
         # An error of the first call is explained.
         call = self.step if self.is_called else functools.partial(call_custom_step, self.step)
-        # Guards note in the state whether they have skipped the update, from which `restore_guards`
-        # adds `skipped`.
+        # Guards record in the state whether they have skipped the update. From that,
+        # `restore_guards` adds the metric `skipped`.
         marked, guard_slots = mark_guards(state, may_be_donated=True)
         # `reported` are the metrics of the optimizers that the step calls, such as the learning
         # rate.
@@ -171,8 +173,8 @@ class Program:
         new, metrics = restore_guards(guard_slots, new, metrics)
         if isinstance(metrics, dict) and (sums.is_wanted or has_ratios(metrics)):
             sums.add(chunk.first, metrics)
-        # A compiled function returns states of the kind that its first call has shown, which need
-        # no further check.
+        # A compiled function always returns states of the kind that its first call returned: these
+        # need no further check.
         has_known_kind = self.is_called and self.stage.is_compilable
         if not has_known_kind:
             self._returns_weak_values = any(map(trees.is_weak, jax.tree.leaves(new)))
@@ -189,8 +191,7 @@ class Program:
                 num_steps = jax.ShapeDtypeStruct((), np.int32)
                 device_sums = shapes_of(sums.zeros(self._columns, state.global_step))
                 args = (num_steps, device_sums, *args)
-            # A step that jstep did not make, and that is compiled, has the methods of a function of
-            # `jax.jit`.
+            # A compiled step that jstep did not make has the methods of a function of `jax.jit`.
             step = self.step
             if isinstance(step, TrainStep):
                 step = jitted_program(step, state, args)
@@ -311,12 +312,12 @@ class ProgramTable:
         shapes = shapes_of_leaves(*trees.flatten(trees.args_to_batch(args)))
         program = self.program_for(step, shapes, lambda: args)
         program.compile(self.state_shapes, args, self.sums)
-        # Only now: if it fails, the step that needs the program compiles it, and the log says so.
+        # If the compilation has failed, the step that needs the program compiles it and logs that.
         if program.is_compiled_ahead:
             program.stage.is_compiled_ahead = True
 
     def compile_with_max_steps(self, max_steps: int | None) -> None:
-        """Compile each looped program again for calls of up to so many steps, if it is missing."""
+        """Compile each looped program for calls of up to `max_steps` steps, if it is missing."""
         for (stage, _, shapes), program in list(self._programs.items()):
             if not program.is_looped or (stage, max_steps, shapes) in self._programs:
                 continue
@@ -330,11 +331,13 @@ def _make_stages(train_steps: TrainSteps, *, is_looped: bool) -> list[Stage]:
     has_several = len(train_steps.values) > 1
     stages: list[Stage] = []
     for first, stop, step in train_steps.stages():
-        # Those of `minimize` all have the name `train_step`; their titles tell them apart.
-        name = name_of_step(step) if has_several else getattr(step, "__name__", "train_step")
-        # A loop traces a step that is not compiled: then a single step is compiled, too.
-        single_step = (
-            step if hasattr(step, "lower") or not is_looped else TrainStep(step, donate=False)
-        )
+        name = getattr(step, "__name__", "train_step")
+        if has_several:
+            # Steps of `minimize` all have the name `train_step`; their titles tell them apart.
+            name = name_of_step(step)
+        single_step = step
+        if is_looped and not hasattr(step, "lower"):
+            # A loop traces a step that is not compiled: then a single step is compiled, too.
+            single_step = TrainStep(step, donate=False)
         stages.append(Stage(step, name, first, single_step, NEVER if stop is None else stop))
     return stages

@@ -18,10 +18,10 @@ TrainSteps = Staircase[Callable[..., Any]]
 
 
 def as_stages(train_step: object) -> TrainSteps:
-    form = "(state, *args) -> (state, metrics)"
-    return as_staircase(
-        train_step, "train_step", lambda value, name: as_function(value, name, form)
-    )
+    def as_step(value: object, name: str) -> Callable[..., Any]:
+        return as_function(value, name, "(state, *args) -> (state, metrics)")
+
+    return as_staircase(train_step, "train_step", as_step)
 
 
 def name_of_step(step: object) -> str:
@@ -41,8 +41,8 @@ class Stage:
     Attributes:
         step: The train step as it was given.
         first: The step of the run at which the stage begins.
-        single_step: Takes one step; it is compiled if the run loops over steps, even if `step` is
-            not.
+        single_step: A function of one step; it is compiled if the run loops over steps, even if
+            `step` is not.
         stop: The step at which the next stage begins; `NEVER` if there is none.
         is_begun: Whether it was called.
         is_compiled_ahead: Whether its first program was compiled before it was due.
@@ -87,7 +87,7 @@ class Stage:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Note what the step trains, if it is traced in this context."""
+        """A context that records what the step trains, if it is traced there."""
         with watch_updates() as found:
             yield
         remember_updates(self.step, found)

@@ -93,7 +93,7 @@ class StartTimes:
             self.is_cached = counts.programs - programs_before <= counts.hits - hits_before
 
     def log(self, seconds_before: float) -> None:
-        """Log the seconds of this start; `seconds_before` are the program's before its run."""
+        """Log the seconds of this start; `seconds_before` passed in the program before its run."""
         texts: list[str] = []
         for name in ("devices", "restore", "compile", "first batch"):
             if name in self.seconds:
