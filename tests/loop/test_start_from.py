@@ -3,6 +3,7 @@
 import logging
 import os
 import pathlib
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from positioned import Positioned
 import jstep
 from jstep.array_store.manifest import CheckpointExtra
 from jstep.checkpoint.reading import OpenCheckpoint
+from jstep.loop.feeder import BatchFeeder
 from jstep.record.starts import read_starts
 from jstep.stores import tagged_json
 
@@ -112,6 +114,25 @@ def test_the_first_checkpoint_exists_before_the_first_step(trunk, tmp_path):
 
     train(12, tmp_path / "branch", Look(), start_from=trunk, save_checkpoint_steps=100)
     assert seen[0] == ["model-10"]
+
+
+def test_a_signal_before_the_first_step_of_a_branch_saves_by_each_saver(
+    trunk, tmp_path, monkeypatch
+):
+    """Its parent had ended at this step, and had called its own savers, which are not these."""
+
+    wait = BatchFeeder.__next__
+
+    def signalled(self):
+        signal.raise_signal(signal.SIGTERM)
+        return wait(self)
+
+    monkeypatch.setattr(BatchFeeder, "__next__", signalled)
+    backup = jstep.CheckpointSaverHook(tmp_path / "backup", save_steps=1000)
+    with pytest.raises(jstep.Preempted, match="after step 10, which is saved"):
+        train(15, tmp_path / "branch", backup, start_from=trunk)
+    assert jstep.Saver(tmp_path / "branch").all_steps() == [10]
+    assert jstep.Saver(tmp_path / "backup").all_steps() == [10]
 
 
 def test_without_a_directory_it_is_read_at_every_start(trunk, tmp_path):
