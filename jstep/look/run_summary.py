@@ -75,7 +75,7 @@ class RunSummary:
             newer one that is.
         best_notes: Name → that the best value was measured with another config or on other data, or
             that a better one is its parent's.
-        former_paths: The directories in which it was before it was moved.
+        former_paths: Its earlier directories, from before it was moved.
         metrics_left_out: The number of further metrics, for which there is no room in its record.
     """
 
