@@ -144,7 +144,9 @@ class Columns(NamedTuple):
         blocks = self.split(sums.array)
         no_flags = jnp.zeros(len(rows), bool)
         is_step = jnp.arange(len(rows), dtype=np.int32) < num_steps
-        skipped = no_flags if self.skip_index is None else numbers[:, self.skip_index] == 1
+        skipped = no_flags
+        if self.skip_index is not None:
+            skipped = numbers[:, self.skip_index] == 1
 
         finite = jnp.isfinite(numbers)
         for count_column, total_column in enumerate(self.ratios, start=len(self.names)):
@@ -153,8 +155,8 @@ class Columns(NamedTuple):
             finite = finite.at[:, np.array([total_column, count_column])].set(both_finite[:, None])
         # A number that is not finite must show in the mean, unless the guard has dealt with it.
         used = is_step[:, None] & (finite | ~skipped[:, None])
-        row_total, row_error = _sum_rows(jnp.where(used, numbers, 0))
-        total, lost = _two_sum(blocks.totals, row_total)
+        added, error_of_added = _sum_rows(jnp.where(used, numbers, 0))
+        totals, error_of_totals = _two_sum(blocks.totals, added)
 
         bad = is_bad(jnp.isfinite(loss), skipped) & is_step
         bad_gradient = no_flags
@@ -176,8 +178,8 @@ class Columns(NamedTuple):
             skip_limit_step=_first_index(watched.skip_limit_step, reaches_limit, watched.seen),
         )
         counts = blocks.counts + jnp.sum(used, axis=0).astype(rows.dtype)
-        errors = blocks.errors + (lost + row_error)
-        array = jnp.concatenate([total, errors, counts, jnp.stack(new_watched)])
+        errors = blocks.errors + (error_of_totals + error_of_added)
+        array = jnp.concatenate([totals, errors, counts, jnp.stack(new_watched)])
         return DeviceSums(array, skips_in_a_row[num_steps - 1])
 
 
@@ -244,9 +246,8 @@ def choose_columns(
     """Return the columns of metrics on the device.
 
     Args:
-        losses: The names of the losses of the step. The caller finds them among all of its metrics,
-            of which those on the host are not in `metrics`: `loss/note` is a loss only if the step
-            has no `loss`, be it on the host.
+        losses: The names of the losses, found among all metrics of the step. `metrics` has only
+            those on the device, and `loss/note` is a loss only if the step has no `loss` at all.
     """
     names: list[str] = []
     ratios: list[int] = []
@@ -254,9 +255,9 @@ def choose_columns(
     for name, value in metrics.items():
         is_ratio = isinstance(value, MeanOf)
         has_column = is_number(value.total if is_ratio else value)
-        if has_column and is_ratio:
-            ratios.append(len(names))
         if has_column:
+            if is_ratio:
+                ratios.append(len(names))
             names.append(name)
         if has_column or name in losses:
             added.append(value)
@@ -294,7 +295,7 @@ def compile_add(columns: Columns, names: tuple[str, ...]) -> Callable[..., Any]:
     return jax.jit(add)
 
 
-# Where the sums are: on the devices of what is added to them.
+# The sums are on the devices of the metrics that are added to them.
 
 
 class AddPlan(NamedTuple):
@@ -304,7 +305,7 @@ class AddPlan(NamedTuple):
         names: The metrics that are added.
         max_calls: The number of calls that are added in one dispatch.
         is_local: Whether this process can read all shards of the metrics.
-        shapes: Those of the losses.
+        shapes: The shapes of the losses.
     """
 
     columns: Columns
@@ -368,7 +369,7 @@ class DeviceAccumulator:
         num_steps = np.int32(len(calls))
         # The last call is repeated as padding, so that one program serves any number of calls.
         calls += calls[-1:] * (plan.max_calls - len(calls))
-        # Sums that are not finite are results, whatever JAX checks.
+        # A sum that is not finite is a result here, for which JAX's checks would raise.
         with internal_transfers(), jax.debug_nans(False), jax.debug_infs(False):
             self._sums = compile_add(plan.columns, plan.names)(sums, calls, num_steps)
 
@@ -377,7 +378,7 @@ class DeviceAccumulator:
         return None if self._sums is None else self._sums.array
 
     def clear(self) -> None:
-        # The count of consecutive skips goes on: its limit does not depend on when hooks are due.
+        # The count of consecutive skips continues: its limit does not depend on when hooks are due.
         if self._sums is not None:
             self.skips = self._sums.skips
             self._sums = None
@@ -385,7 +386,7 @@ class DeviceAccumulator:
 
 def _sharding_of(value: Any) -> Any:
     """Return the sharding of sums of an array or its shape; None for the default device."""
-    # An array that is not committed follows the others, so that its device says nothing.
+    # JAX moves an uncommitted array to the devices of the others, so its own device says nothing.
     if value is None or (isinstance(value, jax.Array) and not value.committed):
         return None
     if isinstance(value.sharding, NamedSharding):

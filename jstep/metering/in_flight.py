@@ -1,4 +1,4 @@
-"""The calls in flight: the step that the device has finished, and a limit of about a second."""
+"""The calls that the device has not finished, limited to about a second of work."""
 
 import bisect
 import contextlib
@@ -18,15 +18,14 @@ from jstep.training.metrics import LOSS
 _MAX_SECS = 1.0
 """The limit of the work in flight, in seconds."""
 _MIN_CALLS = 2
-"""One call that runs, and one that is ready to follow it, however long they take."""
+"""One call runs and the next one is queued, however long they take."""
 _NEWEST_WEIGHT = 0.3
 """The weight of the newest observation in the average duration of a call."""
-_MIN_BETWEEN_LOOKS = 8
-_MAX_BETWEEN_LOOKS = 64
-"""The least and the largest number of calls between two looks at which calls have finished.
+_MIN_BETWEEN_POLLS = 8
+_MAX_BETWEEN_POLLS = 64
+"""The bounds of the number of calls between two polls, which is a hundredth of the limit.
 
-In between it is a hundredth of the limit. To ask an array whether it is ready takes some
-microseconds, most of them in the locks of XLA's threads.
+Polling an array takes some microseconds, most of them in the locks of XLA's threads.
 """
 _KEPT_DURATIONS = 64
 """The number of durations that are kept."""
@@ -51,10 +50,10 @@ class InFlight:
 
     One thread adds calls; any thread may query the `unfinished` one.
 
-    Each call in flight holds its batch and its metrics in the memory of the device. Their limit is
-    known by the calls before: when quick calls become slow at once, as many may be in flight as one
-    second of the quick ones, until the first slow one is seen to have finished. That is seen at
-    most 64 calls late.
+    Each call in flight holds its batch and its metrics in the memory of the device. The limit is
+    estimated from earlier calls: if quick calls suddenly become slow, one second's worth of quick
+    calls may be in flight, until the first slow one is seen to have finished. That is seen at most
+    64 calls late.
 
     Attributes:
         finished: The step after the last call that is known to have finished; 0 without one.
@@ -73,7 +72,7 @@ class InFlight:
         self._busy_since = 0.0  # when the device began its current call, as far as known
         self._call_secs: float | None = None  # the average duration of a call
         self.max_calls = _MIN_CALLS
-        self._look_at = _MIN_CALLS  # the number of calls at which to look which ones have finished
+        self._poll_at = _MIN_CALLS  # the number of calls at which to poll them
         # The type of the latest result, because `isinstance` takes a microsecond.
         self._array_type: type | None = None
         # Whether later calls donate the metrics of earlier ones, which shows only when such an
@@ -86,19 +85,20 @@ class InFlight:
         if self._are_donated:
             metrics = None
         result = metrics.get(LOSS) if isinstance(metrics, dict) else None
-        # One comparison at most steps. Otherwise the loss is an array of another class, or there is
-        # none: the step has no such metric, or its metrics are donated.
+        # At most steps, one comparison. Otherwise the loss is an array of another class, or there
+        # is none: the step has no such metric, or its metrics are donated.
         if type(result) is not self._array_type:
             if not isinstance(result, jax.Array):
                 result = _find_result(state, metrics)
             self._array_type = type(result)
         self._calls.append((result, first, step))
-        self.is_check_due = len(self._calls) >= self._look_at
+        self.is_check_due = len(self._calls) >= self._poll_at
 
     def drop_finished(self) -> None:
         calls = self._calls
         while calls and calls[0][0].is_deleted():
-            # For example, a metric that is an array of the state: it gives no information.
+            # It no longer shows whether its call has finished. A metric may be an array of the
+            # state, for example.
             self._are_donated = True
             calls.popleft()
         num_calls = self._count_finished()
@@ -107,22 +107,25 @@ class InFlight:
             for _ in range(num_calls):
                 _, _, self.finished = calls.popleft()
             self._measure(num_calls, self.finished - first)
-        between_looks = min(max(_MIN_BETWEEN_LOOKS, self.max_calls // 100), _MAX_BETWEEN_LOOKS)
-        self._look_at = min(self.max_calls, len(calls) + between_looks)
-        self.is_check_due = len(calls) >= self._look_at
+        between_polls = min(max(_MIN_BETWEEN_POLLS, self.max_calls // 100), _MAX_BETWEEN_POLLS)
+        self._poll_at = min(self.max_calls, len(calls) + between_polls)
+        self.is_check_due = len(calls) >= self._poll_at
 
     def _count_finished(self) -> int:
-        """Return how many of the oldest calls have finished: the device finishes them in order."""
+        """Return how many of the oldest calls have finished; the device finishes them in order."""
         calls = self._calls
         if not calls:
             return 0
-        if _is_ready(calls[-1][0]):  # mostly so when the host is the slower one
+        # The newest call comes first: if the host is slower than the device, it is mostly ready.
+        if _is_ready(calls[-1][0]):
             return len(calls)
         if not _is_ready(calls[0][0]):
             return 0
-        return bisect.bisect_left(
-            calls, True, 1, len(calls) - 1, key=lambda call: not _is_ready(call[0])
-        )
+
+        def is_running(call: _Call) -> bool:
+            return not _is_ready(call[0])
+
+        return bisect.bisect_left(calls, True, 1, len(calls) - 1, key=is_running)
 
     def _measure(self, num_calls: int, num_steps: int) -> None:
         """Update the average duration of a call, and the limit that follows from it.
@@ -132,7 +135,7 @@ class InFlight:
         seen = self._seen
         if seen.step < self.finished:
             finished_at = self._clock()
-        else:  # another thread has seen them finished before this one came to look
+        else:  # another thread has seen them finished before this one polled
             finished_at = max(seen.seen_at, self._busy_since)
         seconds = finished_at - self._busy_since
         self._busy_since = finished_at
@@ -168,7 +171,7 @@ class InFlight:
     def unfinished(self) -> tuple[int, int] | None:
         """Return the steps before and after the call that the device runs; None without one."""
         for result, first, step in tuple(self._calls):  # the loop's thread changes them
-            # Also a hook or a body may delete the metrics of a call, or donate them to a program.
+            # None if it is deleted: a hook or a body may delete the metrics, or donate them, too.
             is_ready = trees.poll_ready(result)
             if is_ready is None:
                 continue
@@ -185,18 +188,17 @@ class InFlight:
 
 
 def _is_ready(result: Any) -> bool | None:
-    """Whether an array has been computed, asked by the loop's thread; None if it is deleted."""
-    if result.is_deleted():  # first, as JAX crashes if a deleted array is asked whether it is ready
+    """Whether an array has been computed; None if it is deleted. Only for the loop's thread."""
+    if result.is_deleted():  # JAX crashes if a deleted array is polled
         return None
     ready: bool = result.is_ready()
     return ready
 
 
 def _find_result(state: trees.Tree, metrics: Any) -> Any:
-    """Return a small array of a call, which later calls seldom donate.
+    """Return a small array of a call that later calls seldom donate.
 
-    It is a metric, which some steps return as an array of the state, too; or a copy of the state's
-    step.
+    It is a metric, which some steps also return in the state, or a copy of the state's step.
     """
     arrays = [
         leaf

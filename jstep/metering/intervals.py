@@ -82,13 +82,18 @@ class Piece(NamedTuple):
             array = read_value(self.array)
         columns = self.columns
         blocks = columns.split(array)
-        values: list[float] = []
+        column_sums: list[float] = []
         for total, error in zip(blocks.totals, blocks.errors, strict=True):
+            column_sum = float(total)
             # The error of an infinite sum is ∞ − ∞ = NaN, which would make it NaN, too.
-            values.append(float(total) + (float(error) if math.isfinite(total) else 0.0))
+            if math.isfinite(total):
+                column_sum += float(error)
+            column_sums.append(column_sum)
 
-        # The counts of each `mean_of` follow the totals of all metrics.
-        ratio_counts = dict(zip(columns.ratio_names, values[len(columns.names) :], strict=True))
+        # One column for each metric, and then one for the count of each `mean_of`.
+        num_metrics = len(columns.names)
+        totals = column_sums[:num_metrics]
+        ratio_counts = dict(zip(columns.ratio_names, column_sums[num_metrics:], strict=True))
         sums = dict(self.host_sums)
         for i, name in enumerate(columns.names):
             count = float(blocks.counts[i])
@@ -97,7 +102,7 @@ class Piece(NamedTuple):
                 count = ratio_counts[name]
                 if count == 0:
                     continue
-            add_pair(sums, name, values[i], count)
+            add_pair(sums, name, totals[i], count)
 
         watched = blocks.watched
         bad_step = self._as_step(watched.bad_step)
@@ -128,14 +133,15 @@ class Interval:
 
     def add(self, piece: Piece) -> None:
         columns = piece.columns
-        names = [*columns.names, *piece.host_sums]
+        if self.ratios_only and not columns.ratios:
+            return
         if self.ratios_only:
-            if not columns.ratios:
-                return
             names = columns.ratio_names
+        else:
+            names = [*columns.names, *piece.host_sums]
         self._pieces.append(piece)
         self.names |= dict.fromkeys(names)
-        # Merge what has arrived, so that a long interval with many cuts keeps few arrays.
+        # Merge pieces that have arrived, so that a long interval with many cuts keeps few arrays.
         while len(self._pieces) > 1 and is_ready([self._pieces[0].array]):
             self._merge_oldest()
 
@@ -181,8 +187,7 @@ class NewestRatios:
             return
         self._pieces.append(piece)
         with self._lock:
-            # Not only when somebody asks for the values: until then, each piece keeps an array on
-            # the device.
+            # Not only in `newest_values`: until then, each piece keeps an array on the device.
             self._take_arrived()
 
     def newest_values(self) -> dict[str, float]:

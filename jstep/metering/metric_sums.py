@@ -122,9 +122,9 @@ class SplitMetrics(NamedTuple):
 
 
 class PlanTable:
-    """Plans how the metrics of calls of one step are added.
+    """The plans of how the metrics of calls of one step are added.
 
-    This is planned once for metrics of the same names, kinds and shapes.
+    There is one plan for all metrics of the same names, kinds and shapes.
 
     Attributes:
         limit: The number of consecutive skipped updates to report.
@@ -140,9 +140,10 @@ class PlanTable:
         """Split metrics into those that are added on the device and on the host.
 
         Args:
-            may_reuse: Whether an earlier plan for metrics of these names is used: for a step that
-                jstep has not made, which comes here at each call. A program of jstep comes here
-                only when it takes over from another one, whose metrics may have had other dtypes.
+            may_reuse: Whether to use an earlier plan for metrics of these names. This is for a
+                step that jstep did not make, which calls this at each step. A program of jstep
+                calls it only when it follows another program, whose metrics may have had other
+                dtypes.
         """
         losses = losses_in(metrics)
         if not self.has_means:
@@ -166,14 +167,13 @@ class PlanTable:
                 else:
                     on_host[name] = float(value)
             elif name in losses:  # arrays of NumPy, or several of any kind
-                on_device[name] = [_canonical(part) for part in real_parts([value])]
-        # A metric may be a number at one step and a `mean_of` at the next, so the kind of each
-        # belongs to the key.
-        ratios = (name for name, value in on_device.items() if isinstance(value, MeanOf))
-        # A loss may be an array, of each example for instance, and calls are stacked before they
-        # are added.
+                on_device[name] = [_in_dtype_of_jax(part) for part in real_parts([value])]
+        # A metric may be a number at one step and a `mean_of` at the next.
+        ratios = tuple(name for name, value in on_device.items() if isinstance(value, MeanOf))
+        # A loss may be an array, such as one value per example. Calls are stacked before they are
+        # added, which requires equal shapes.
         shapes = tuple(_shape(on_device[name]) for name in losses if name in on_device)
-        key = skip, tuple(losses), tuple(on_device), tuple(ratios), shapes
+        key = skip, tuple(losses), tuple(on_device), ratios, shapes
         plan = self._plans.get(key) if may_reuse else None
         if plan is None:
             plan = self._make(on_device, losses, skip, shapes)
@@ -196,10 +196,12 @@ class PlanTable:
 
 
 def _shape(value: Any) -> tuple[Any, ...]:
-    return tuple(map(np.shape, value)) if isinstance(value, list) else np.shape(value)
+    if isinstance(value, list):
+        return tuple(map(np.shape, value))
+    return np.shape(value)
 
 
-def _canonical(value: Any) -> Any:
+def _in_dtype_of_jax(value: Any) -> Any:
     if isinstance(value, jax.Array):
         return value
     array = np.asarray(value)
@@ -211,7 +213,7 @@ class MetricSums:
 
     Only the loop's thread calls it, with two exceptions:
 
-    - Any thread may read what `follow_ratios` has returned.
+    - Any thread may read the `NewestRatios` that `follow_ratios` has returned.
     - If the loop hangs in a loader, the thread that then ends the process calls `latest`.
 
     A mean is over the steps that have the metric. A value that is not finite is ignored if its
@@ -237,7 +239,7 @@ class MetricSums:
         self._plan: AddPlan | None = None
         self._device = DeviceAccumulator()
         self._host = HostAccumulator()
-        self._cut_piece: Piece | None = None  # the one that the latest cut has ended
+        self._cut_piece: Piece | None = None  # the piece that the latest cut has ended
         # The program whose metrics are known to fit `_plan`, recognized by the identity of its
         # constants.
         self._planned_for: Constants | None = None
@@ -256,7 +258,7 @@ class MetricSums:
         return len(self._intervals) - 1
 
     def follow_ratios(self) -> NewestRatios:
-        """Return what has the newest value of each `mean_of`, as of the latest cut."""
+        """Return an object that has the newest value of each `mean_of`, as of the latest cut."""
         newest = NewestRatios()
         self._newest.append(newest)
         return newest
@@ -268,8 +270,10 @@ class MetricSums:
 
     def skipped_in_a_row(self) -> int:
         """Return the number of consecutive skipped updates at the last cut."""
+        if self._device.skips is None:
+            return 0
         with internal_transfers():
-            return 0 if self._device.skips is None else int(read_value(self._device.skips))
+            return int(read_value(self._device.skips))
 
     # Programs of several steps, which accumulate by themselves.
 
@@ -303,10 +307,11 @@ class MetricSums:
     ) -> None:
         """Add the metrics of the step after `first`.
 
-        `skip` names the one that is 1 if the update was skipped.
+        `skip` names the metric that is 1 if the update was skipped.
         """
-        # Once a step: the same program as before has the same metrics, and nothing is planned. Its
-        # only numbers of the host are constants: its metrics are split when it is traced.
+        # The fast path: the same program as at the last step has the same metrics, so its plan
+        # fits. Its only numbers on the host are constants, because its metrics are split when it is
+        # traced.
         if first == self._last and constants is self._planned_for:
             self._last += 1
             self._host.constant_steps += 1
@@ -319,9 +324,11 @@ class MetricSums:
         # A comprehension for its speed: this runs at each step.
         values = [metrics[name] for name in plan.names]
         calls = self._device.calls
-        # A program on an array with shards in other processes would have to be run by all of them
-        # together.
-        calls.append(values if plan.is_local else jax.tree.map(local_copy, values))
+        if not plan.is_local:
+            # All processes would have to run a program on an array with shards in other processes
+            # together.
+            values = jax.tree.map(local_copy, values)
+        calls.append(values)
         if len(calls) >= plan.max_calls:
             self.flush()
         if self._last - self._first >= _MAX_STEPS:
@@ -330,9 +337,9 @@ class MetricSums:
     def _begin_step(
         self, first: int, metrics: Metrics, skip: str | None, constants: Constants
     ) -> dict[str, Any]:
-        """Choose the plan of a step, count it, and add its numbers of the host.
+        """Choose the plan of a step, count the step, and add its numbers on the host.
 
-        Return what the device adds.
+        Return the metrics that the device adds.
         """
         is_program = constants is not NO_CONSTANTS  # of jstep, not a step of the user's
         plan, on_device, on_host = self._plans.split(metrics, skip, may_reuse=not is_program)
@@ -377,9 +384,10 @@ class MetricSums:
 
     def latest(self) -> HostSums | None:
         """Return the sums of the piece with the latest step, without a cut; wait for the device."""
-        # A hook may have cut at this step: then nothing has been added since.
-        piece = self._cut_piece if self._last <= self._first else self._make_piece()
-        return None if piece is None else piece.totals()
+        if self._last > self._first:
+            return self._make_piece().totals()
+        # A hook has cut at this step, and nothing has been added since.
+        return None if self._cut_piece is None else self._cut_piece.totals()
 
     def _make_piece(self) -> Piece:
         self.flush()

@@ -20,10 +20,10 @@ from jstep.training.metrics import LOSS, Metrics
 
 
 def format_numbers(values: Mapping[str, Any]) -> str:
-    numbers = read_values(values).items()
-    return "  ".join(
-        [f"{name} {x}" if isinstance(x, int) else f"{name} {x:.4g}" for name, x in numbers]
-    )
+    texts: list[str] = []
+    for name, number in read_values(values).items():
+        texts.append(f"{name} {number}" if isinstance(number, int) else f"{name} {number:.4g}")
+    return "  ".join(texts)
 
 
 def sorted_numbers(metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def is_numeric(value: object) -> bool:
 
 
 def real_parts(losses: Iterable[Any]) -> list[Any]:
-    """Return the numbers of losses, any trees: real ones as they are, complex ones as two."""
+    """Return the real numbers of losses, which are any trees; a complex one counts as two."""
     parts: list[Any] = []
     for leaf in jax.tree.leaves(list(losses)):
         dtype = getattr(leaf, "dtype", None)
@@ -111,12 +111,10 @@ def read_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def local_copy(value: Any) -> Any:
-    """Return what one device of this process has of an array over all processes.
-
-    That is all of a replicated metric.
-    """
-    is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
-    return value.addressable_data(0) if is_global else value
+    """Return the shard of an array on one device of this process; all of it, if replicated."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return value.addressable_data(0)
+    return value
 
 
 def read_value(value: object) -> np.ndarray[Any, Any]:
@@ -196,6 +194,9 @@ class TransferQueue:
 
     def _deliver_next(self) -> None:
         step, pending, deliver, owner = self._queue.popleft()
-        with contextlib.nullcontext() if pending.is_ready() else self._waiting():
+        if pending.is_ready():
             numbers = pending.read()
+        else:
+            with self._waiting():
+                numbers = pending.read()
         self._call(owner, deliver, step, numbers)
