@@ -33,7 +33,7 @@ def run_of(*, loop: Any = None, dispatch: Any = None, **more: Any) -> Any:
     step = loop.get("step", 5)
     components = types.SimpleNamespace(
         feeder=types.SimpleNamespace(steps=2, received_at=3),
-        batches=types.SimpleNamespace(count=4), dispatch=dispatch or dispatch_of(),
+        batches=types.SimpleNamespace(consumed=4), dispatch=dispatch or dispatch_of(),
     )  # fmt: skip
     fields = {
         "is_open": True, "components": components, "step": step,
