@@ -1,4 +1,4 @@
-"""What the processes of a run compare before anything is written.
+"""The comparison of the processes of a run, before anything is written.
 
 Each process runs the program by itself. Without this check, a difference between them, such as
 another `last_step`, would show up as a wait of half an hour, because they would not call the same
@@ -55,7 +55,7 @@ def check_processes(options: Options, state: TrainState, step: int | None) -> No
 
 
 def _facts(options: Options) -> dict[str, Any]:
-    """Return what decides which collectives are called, and when.
+    """Return all that determines which collectives are called, and when.
 
     Values that may differ between processes are left out, such as the interval of a log, unless
     calls end where a line is due.
@@ -64,32 +64,28 @@ def _facts(options: Options) -> dict[str, Any]:
         "last_step": options.last_step,
         "steps_per_call": options.steps_per_call,
         "save_checkpoint_steps": options.save_checkpoint_steps,
-        # Of the following, only whether they are given: process 0 alone decides by seconds, and
-        # paths may differ.
+        # For these, it matters only whether they are given: process 0 alone decides by seconds,
+        # and paths may differ.
         "checkpoint_dir is given": options.checkpoint_dir is not None,
         "stop_secs is given": options.stop_secs is not None,
         "start_from is given": options.start_from is not None,
         "save_checkpoint_secs is given": options.save_checkpoint_secs is not None,
         "number of hooks": len(options.hooks),
     }
-    if options.steps_per_call != 1:
+    ends_calls = options.steps_per_call != 1
+    if ends_calls:
         # A call of several steps ends where a line is due.
         facts["log_steps"] = None if options.progress is False else options.log_steps
         facts["save_summaries_steps"] = (
             None if options.logdir is None else options.save_summaries_steps
         )
     for number, hook in enumerate(options.hooks):
-        facts[f"cadence of hooks[{number}]"] = _cadence(
-            hook, ends_calls=options.steps_per_call != 1
-        )
+        facts[f"cadence of hooks[{number}]"] = _cadence(hook, ends_calls=ends_calls)
     return facts
 
 
 def _cadence(hook: object, *, ends_calls: bool) -> str | None:
-    """Describe the cadence of a hook; None if processes may differ in it.
-
-    An example is a log that one of them writes.
-    """
+    """Describe the cadence of a hook; None if it may differ, as for the log of one process."""
     cadence = hook_cadence(hook)
     if cadence is None:
         return None
@@ -132,9 +128,8 @@ def _differing_leaves(leaves: list[str]) -> str:
         kind = "leaves"
         if not only_first and not only_other:
             kind = "order of leaves"
-            first, other = next(
-                pair for pair in zip(rows[0], row, strict=True) if pair[0] != pair[1]
-            )
+            pairs = zip(rows[0], row, strict=True)
+            first, other = next((first, other) for first, other in pairs if first != other)
             only_first = [first]
             only_other = [other]
         return (

@@ -113,7 +113,7 @@ def validated(given: Options, state: TrainState[Any], batches: Tree) -> Options:
     )
     for directory in options.directories:  # one of them may be below the other
         check_no_links(directory, *options.directories)
-    # It raises an error if it is no sharding; the placer itself is not needed.
+    # Only for its error if this is not a sharding; the placer itself is not needed.
     make_placer(batch_sharding, "batch_sharding")
     return options
 
@@ -122,7 +122,7 @@ def _as_last_step(value: object) -> int | None:
     if value is None:
         return None
     last_step = as_int(value, "last_step", 0, _LAST_STEP_EXPECTED)
-    # The run ends there without a limit, too. As None, nobody is warned if the batches end earlier.
+    # The run ends there without a limit, too. None avoids a warning if the batches end earlier.
     return None if last_step == LARGEST_STEP else last_step
 
 
@@ -135,7 +135,7 @@ def _as_checkpoint_dir(given: Options) -> str | Saver | None:
 
 
 def _as_place(value: object, name: str) -> str | None:
-    """Return a place as all uses of it see it: the program may change its directory."""
+    """Return a place as an absolute one, because the program may change its directory."""
     return None if value is None else absolute(location(value, name))
 
 
@@ -147,7 +147,7 @@ def _as_save_secs(given: Options) -> float | str | None:
     if given.save_checkpoint_secs != AUTO:
         expected = "a number of seconds, 'auto' or None"
         return _as_secs(given.save_checkpoint_secs, "save_checkpoint_secs", expected)
-    # Beside a number of steps, seconds are only the longest time without a checkpoint.
+    # With a number of steps, "auto" is only the longest time without a checkpoint.
     return AUTO if given.save_checkpoint_steps is None else MAX_SECS
 
 
@@ -156,9 +156,9 @@ def _as_interval(value: object, argument: str) -> int | None:
 
 
 def _as_secs(value: object, argument: str, expected: str) -> float | None:
-    return (
-        None if value is None else as_number(value, argument, low=0, above=True, expected=expected)
-    )
+    if value is None:
+        return None
+    return as_number(value, argument, low=0, above=True, expected=expected)
 
 
 def as_steps_per_call(value: object, batches: Tree = None) -> int | str:
@@ -176,7 +176,7 @@ def as_steps_per_call(value: object, batches: Tree = None) -> int | str:
 
 
 def check_checkpoints(checkpoint_dir: object, checkpoint_prefix: str) -> None:
-    """Reject a path of no directory or bucket, and a prefix that is none, or not the `Saver`'s."""
+    """Reject a path that is not a place, an invalid prefix, and one that is not the `Saver`'s."""
     if checkpoint_dir is not None and not isinstance(checkpoint_dir, Saver):
         location(checkpoint_dir, "checkpoint_dir")
     try:
@@ -201,8 +201,9 @@ def check_state(state: Tree, last_step: int, hooks: Sequence[Any] = ()) -> None:
         )
     step = get_global_step(state)
     if step is None:
-        # TensorFlow's sentence, for users who have passed that hook.
-        begin = next(filter(None, map(sentence_without_step, hooks)), "")
+        # For users who have passed a hook of TensorFlow's, the error begins with its sentence.
+        sentences = filter(None, map(sentence_without_step, hooks))
+        begin = next(sentences, "")
         raise RuntimeError(
             f"{begin}state: it has no global_step, by which a run counts; give it one: "
             "state.replace(global_step=jstep.create_global_step())"
@@ -220,9 +221,9 @@ def cache_directory(cache: Any, checkpoint_dir: Any) -> str | None:
     if cache is None or cache is False:
         return None
     if cache is True:
-        directory = (
-            checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
-        )
+        directory = checkpoint_dir
+        if isinstance(checkpoint_dir, Saver):
+            directory = checkpoint_dir.directory
         if directory is None or is_url(directory):
             raise ValueError(
                 "compile_cache=True: must have a local checkpoint_dir, got "

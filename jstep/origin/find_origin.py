@@ -37,14 +37,14 @@ from jstep.stores import tagged_json
 
 
 class StateSource(NamedTuple):
-    """Where the state comes from that a run begins with.
+    """The source of the state that a run begins with.
 
     | kind | |
     |---|---|
     | `FRESH` | the state that was passed |
-    | `RESUMED` | `checkpoint`, which `read_state` reads beside other work |
-    | `RESUMED`, nothing left to do | `state`: read at once; another run may delete it (no claim) |
-    | `BRANCHED` | `state`: read at once, as the other run is not claimed either |
+    | `RESUMED` | `checkpoint`, which `read_state` reads during other work |
+    | `RESUMED`, nothing left to do | `state`: read early, as another run may delete it (no claim) |
+    | `BRANCHED` | `state`: read early, as the other run is not claimed either |
 
     Attributes:
         problem: Why the run cannot begin; raised once the start is recorded.
@@ -74,9 +74,10 @@ def find_origin(
 ) -> tuple[Origin, StateSource]:
     """Open the checkpoint that a run begins from, and read what may be gone later."""
     step = step_of_values(state)
-    given = Given(
-        step, _hyperparameters_in(state) if step is not None and saver is not None else {}
-    )
+    hyperparameters: dict[str, float] = {}
+    if step is not None and saver is not None:
+        hyperparameters = _hyperparameters_in(state)
+    given = Given(step, hyperparameters)
     opened = OpenedForRun()
     if saver is not None:
         is_ended = functools.partial(_is_ended, options.stop_step)
@@ -90,8 +91,11 @@ def find_origin(
     extra: Mapping[str, Any] = {}
     if problem is None:
         try:
-            first = _step_of_given(state) if checkpoint is None else checkpoint.step
-            extra = {} if checkpoint is None else load_extra(checkpoint)
+            if checkpoint is None:
+                first = _step_of_given(state)
+            else:
+                first = checkpoint.step
+                extra = load_extra(checkpoint)
         except Exception as error:
             problem = error
     lineage = Lineage(extra.get(RUN_KEY), extra.get(PARENT))
@@ -110,10 +114,10 @@ def find_origin(
 
 
 def _is_ended(stop_step: int, checkpoint: OpenCheckpoint) -> bool:
-    """Whether a run that takes no step from a checkpoint owes no end: it saves nothing.
+    """Whether a run that takes no step from a checkpoint owes no end, and so saves nothing.
 
-    The rule is that of `ending.py`. One that has passed `stop_step` without its iterations being
-    over is in mid-run.
+    The rule is that of `ending.py`: a checkpoint beyond `stop_step` whose iterations are not over
+    is in mid-run.
     """
     extra = run_extra(checkpoint)
     step = checkpoint.step
@@ -130,7 +134,7 @@ def _begin_branch(
     state: TrainState,
     reading: Reading,
 ) -> tuple[Origin, StateSource]:
-    """Read the other run's checkpoint: its state, unless that passed replaces it, and the rest."""
+    """Read the other run's checkpoint; the state that was passed may replace the checkpoint's."""
     with reading(found.step):
         parent, checkpoint, extra, state = read_checkpoint(options, found, state)
     if processes.is_process_0():
@@ -141,18 +145,14 @@ def _begin_branch(
             edited,
             describe_missing(checkpoint),
         )
+    # The branch is not stopped by the parent's hook, owes none of its `end`s, and has another name.
+    left_out = (STOPPED, LAST_ITERATION, RUN_KEY)
+    inherited = {key: value for key, value in extra.items() if key not in left_out}
     origin = Origin(
         kind=Kind.BRANCHED,
-        # Perhaps not the one that was found: `read_checkpoint` reads an older one if it was
-        # replaced.
+        # Not `found.step`: if that checkpoint was replaced, `read_checkpoint` reads an older one.
         step=parent.step,
-        # The branch is not stopped by the parent's hook, owes none of its `end`s, and has another
-        # name.
-        extra={
-            key: value
-            for key, value in extra.items()
-            if key not in (STOPPED, LAST_ITERATION, RUN_KEY)
-        },
+        extra=inherited,
         lineage=Lineage(None, parent.reference, extra.get(RUN_KEY)),
         given=given,
         source=parent.reference["path"],
@@ -162,9 +162,9 @@ def _begin_branch(
 
 
 def load_extra(checkpoint: OpenCheckpoint) -> dict[str, Any]:
-    """Return what a checkpoint holds beside the state, with this process's position.
+    """Return all that a checkpoint holds beside the state, with this process's position.
 
-    Files are read when used.
+    Its files are read when they are used.
     """
     extra = run_extra(checkpoint)
 
@@ -205,7 +205,7 @@ def read_state(
     """Return the state that a run begins with; `state` is the one passed, or the parent's."""
     if origin.kind is Kind.FRESH:
         if saver is not None and processes.is_process_0():
-            # Other prefixes may exist.
+            # The directory may have checkpoints of other prefixes.
             kind = "" if saver.prefix == "model" else f" {saver.prefix}-*"
             logger.info(
                 "no checkpoint%s in %s: starts at step %d", kind, saver.directory, origin.step
@@ -230,8 +230,8 @@ def _warn_of_held_values(origin: Origin, restored: TrainState) -> None:
     initial = origin.held_values
     current = _hyperparameters_in(restored)
     for hyperparameter, value in origin.given.values.items():
-        # Compared with the initial values, not with those of the previous start: then each start
-        # with a changed number is told that it is not used, not only the first one.
+        # Compared with the initial values, not with those of the previous start: this way each
+        # start with a changed number warns that it is not used, not only the first one.
         restored_value = current.get(hyperparameter, value)
         if _is_same(value, initial[hyperparameter]) or _is_same(value, restored_value):
             continue
@@ -268,11 +268,11 @@ def _step_of_given(state: TrainState) -> int:
 
 
 def _warn_of_given(origin: Origin, state: TrainState, restored: TrainState) -> None:
-    """Warn if the state passed is a trained one, and another one than that of the checkpoint."""
+    """Warn if the state passed is trained, and differs from the checkpoint's."""
     given = origin.given.step
     parent = origin.lineage.parent
     if not given:
-        return
+        return  # it is not trained, or has no values
     if given == origin.step:
         different = _different_leaves(state, restored)
         if different:

@@ -1,4 +1,4 @@
-"""The checkpoint that a branch begins from: what `start_from` names is found, checked and read."""
+"""The checkpoint that a branch begins from: find what `start_from` names, check and read it."""
 
 import os
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ class ParentCheckpoint(NamedTuple):
 
     Attributes:
         is_named: Whether `start_from` names the checkpoint itself, not its directory.
-        edited_step: The step of the state passed, if it replaces the checkpoint's, else 0.
+        edited_step: The step of the state passed, if it replaces the checkpoint's state; 0 if not.
     """
 
     saver: Saver
@@ -47,11 +47,11 @@ class ParentCheckpoint(NamedTuple):
 
 
 class ReadCheckpoint(NamedTuple):
-    """What was read of a parent.
+    """A parent's checkpoint, once it is read.
 
     Attributes:
-        parent: What was found; perhaps an older one than before.
-        extra: What it holds beside the state.
+        parent: The checkpoint; perhaps an older one than was found.
+        extra: All that it holds beside the state.
         state: Its state, or the state passed, if that replaces it.
     """
 
@@ -71,9 +71,9 @@ def _parse_path(path: str) -> _CheckpointPath | None:
     """Split the path of a checkpoint, such as `runs/a/model-100`; None for any other name."""
     directory, name = split_path(path)
     match = FOUND_NAME.fullmatch(name)
-    return (
-        None if match is None else _CheckpointPath(directory, match["prefix"], int(match["step"]))
-    )
+    if match is None:
+        return None
+    return _CheckpointPath(directory, match["prefix"], int(match["step"]))
 
 
 # Find it.
@@ -97,7 +97,7 @@ def find_parent(
 
 
 def _check_not_own(options: Options, saver: Saver | None, path: str) -> None:
-    """Check that a parent is not of this run, which would resume from it and be its own branch."""
+    """Check that a parent is not of this run, which would otherwise be a branch of itself."""
     directories: dict[str, Any] = {}
     if saver is not None:
         directories["checkpoint_dir"] = saver.directory
@@ -123,17 +123,16 @@ def _check_not_own(options: Options, saver: Saver | None, path: str) -> None:
 def _is_in(directory: str, path: str, prefix: str) -> bool:
     """Whether a path is this directory, or a checkpoint in it.
 
-    One of this prefix counts even if it does not exist: it is the run's own, which has deleted or
-    not yet saved it.
+    A checkpoint of this prefix counts even if it does not exist: it is the run's own, which has
+    deleted it or not saved it yet.
     """
     resolved = resolve_path(directory)
     named = _parse_path(path)
     if named is None or resolve_path(named.directory) != resolved:
         return resolve_path(path) == resolved
-    return (
-        named.prefix == prefix
-        or open_store(named.directory).find_path(named.prefix, named.step) is not None
-    )
+    if named.prefix == prefix:
+        return True
+    return open_store(named.directory).find_path(named.prefix, named.step) is not None
 
 
 def _find_checkpoint(path: str, prefix: str, edited_step: int) -> ParentCheckpoint:
@@ -164,10 +163,7 @@ def _find_checkpoint(path: str, prefix: str, edited_step: int) -> ParentCheckpoi
 
 
 def _check_intact(store: Store, prefix: str, *, newer_than: int, only: int | None = None) -> None:
-    """Check that no checkpoint above a step is corrupted.
-
-    If `only` is given, check that the one of this step is not.
-    """
+    """Check that no checkpoint above a step is corrupted; with `only`, check just that step's."""
     for path, problem in store.find_broken(prefix, newer_than):
         if only is None or split_path(path)[1] == checkpoint_name(prefix, only):
             raise CheckpointError(
@@ -176,7 +172,7 @@ def _check_intact(store: Store, prefix: str, *, newer_than: int, only: int | Non
 
 
 def _agree_on_parent(options: Options, parent: ParentCheckpoint) -> ParentCheckpoint:
-    """Return the parent at the step that process 0 has found, once it is checked."""
+    """Check the step that process 0 has found, and return the parent at that step."""
     (step,) = processes.broadcast_ints(parent.step)
     if step >= options.stop_step:
         raise ValueError(
@@ -226,14 +222,13 @@ def _may_name(path: str, parent_path: str) -> bool:
     return join_path(resolve_path(named.directory), split_path(path)[1]) == parent_path
 
 
-# Read it: meanwhile its run may go on, and replace or delete it.
+# Read it, while its run may continue, and replace or delete it.
 
 
 def read_checkpoint(options: Options, parent: ParentCheckpoint, target: Tree) -> ReadCheckpoint:
-    """Read a checkpoint.
+    """Read the parent, or the newest permanent checkpoint if it was replaced meanwhile.
 
-    If `start_from` is a directory, its newest checkpoint may be temporary. If its run has replaced
-    that one meanwhile, the newest permanent checkpoint is read.
+    This can happen if `start_from` is a directory, whose newest checkpoint may be temporary.
     """
     read = _read_once(parent, target)
     if read is None and not parent.is_named:
@@ -296,10 +291,7 @@ def _gone(path: str) -> CheckpointError:
 
 
 def describe_missing(checkpoint: OpenCheckpoint) -> str:
-    """Say what a best checkpoint lacks; "" for one from which a run resumes.
-
-    A best checkpoint was saved within an iteration.
-    """
+    """Describe what a best checkpoint, saved within an iteration, lacks; "" for any other one."""
     if checkpoint.best is None:
         return ""
     return (
