@@ -12,7 +12,7 @@ import os
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NoReturn, TypeAlias
 
 from jstep.core.checks import format_value
 from jstep.stores.untrusted import is_seconds, is_step
@@ -20,7 +20,7 @@ from jstep.stores.urls import is_url
 
 
 def _is_path(value: str) -> bool:
-    # A relative path would be another one in each directory from which it is read.
+    # A relative path would mean another file in each directory from which it is read.
     is_absolute = os.path.isabs(value) or is_url(value)
     return is_absolute and len(value) < 2**15 and "\0" not in value
 
@@ -40,25 +40,34 @@ def checked(value: Any, kind: Any) -> Any:
         >>> checked({"loss": True, "accuracy": "nan", "x": [1]}, dict[str, float])
         {'loss': 1.0, 'accuracy': nan}
     """
-    origin, kinds = _parts_of(kind)
+    origin, kinds = _origin_and_args(kind)
     if origin in (typing.Union, types.UnionType):  # `T | None`
-        return None if value is None else checked(value, kinds[0])
+        if value is None:
+            return None
+        return checked(value, kinds[0])
     if origin is Annotated:
         value = checked(value, kinds[0])
         is_valid = kinds[1]
-        return value if is_valid(value) else _refuse(value)
+        if not is_valid(value):
+            _reject(value)
+        return value
     if typing.is_typeddict(kind):
-        return value | _fields_of(value, kind) if type(value) is dict else _refuse(value)
+        if type(value) is not dict:
+            _reject(value)
+        return value | _fields_of(value, kind)
     if origin is dict:
         return _entries_of({} if value is None else value, kinds[1])
     if origin is list:
         return _items_of([] if value is None else value, itertools.repeat(kinds[0]))
     if origin is tuple:
-        fits = isinstance(value, list | tuple) and len(value) == len(kinds)
-        return _items_of(value, kinds) if fits else _refuse(value)
+        if not isinstance(value, list | tuple) or len(value) != len(kinds):
+            _reject(value)
+        return _items_of(value, kinds)
     if kind is float:
         return _as_float(value)
-    return value if kind is Any or type(value) is kind else _refuse(value)
+    if kind is not Any and type(value) is not kind:
+        _reject(value)
+    return value
 
 
 def valid_fields(fields: Mapping[str, Any], kind: Any) -> dict[str, Any]:
@@ -71,7 +80,7 @@ def valid_fields(fields: Mapping[str, Any], kind: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def _parts_of(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+def _origin_and_args(kind: Any) -> tuple[Any, tuple[Any, ...]]:
     return typing.get_origin(kind), typing.get_args(kind)
 
 
@@ -80,15 +89,17 @@ def _hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)
 
 
-def _refuse(value: object) -> Any:
+def _reject(value: object) -> NoReturn:
     raise ValueError(f"holds {format_value(value)}, which is not valid")
 
 
 def _as_float(value: Any) -> Any:
-    is_number = type(value) in (bool, float) or value in ("nan", "inf", "-inf")
+    if type(value) in (bool, float) or value in ("nan", "inf", "-inf"):
+        return float(value)
     # Of a larger int, `float` would raise an OverflowError.
-    is_int = type(value) is int and abs(value) < 2**1000
-    return float(value) if is_number or is_int else _refuse(value)
+    if type(value) is int and abs(value) < 2**1000:
+        return float(value)
+    _reject(value)
 
 
 def _fields_of(value: dict[str, Any], kind: Any) -> dict[str, Any]:
@@ -105,7 +116,7 @@ def _fields_of(value: dict[str, Any], kind: Any) -> dict[str, Any]:
 
 def _entries_of(value: Any, kind: Any) -> dict[str, Any]:
     if type(value) is not dict:
-        _refuse(value)
+        _reject(value)
     found = {}
     for name, entry in value.items():
         with contextlib.suppress(ValueError, TypeError):
@@ -115,5 +126,5 @@ def _entries_of(value: Any, kind: Any) -> dict[str, Any]:
 
 def _items_of(value: Any, kinds: Iterable[Any]) -> list[Any]:
     if not isinstance(value, list | tuple):
-        _refuse(value)
+        _reject(value)
     return [checked(item, kind) for item, kind in zip(value, kinds, strict=False)]

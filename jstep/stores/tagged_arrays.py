@@ -52,18 +52,20 @@ def array_parts(array: np.ndarray[Any, Any]) -> dict[str, Any]:
 def _axes_in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
     """Return the axes from the outermost in memory to the innermost; None if that is their order.
 
-    Sums are rounded differently in another order. Gaps, negative strides and broadcast axes are not
-    kept.
+    The order is kept because sums are rounded differently in another one. Gaps, negative strides
+    and broadcast axes are not kept.
     """
     if not math.prod(shape):
         return None
     if any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True)):
         return None  # a broadcast axis
-    # The strides of axes of size 1 say nothing: they come first.
+    # Axes of size 1 come first, because their strides mean nothing.
     ones = [axis for axis, size in enumerate(shape) if size == 1]
     others = [axis for axis, size in enumerate(shape) if size > 1]
     memory_order = sorted(others, key=lambda axis: -abs(strides[axis]))
-    return None if memory_order == others else [*ones, *memory_order]
+    if memory_order == others:
+        return None
+    return [*ones, *memory_order]
 
 
 def _inverse(axes: Any, shape: tuple[int, ...]) -> list[int]:
@@ -93,7 +95,7 @@ _DTYPE = re.compile(
 
 
 def _dtype(description: Any) -> np.dtype[Any]:
-    """Return the dtype that `dtype_parts` describes so; NumPy is not asked about anything else."""
+    """Return the dtype of a description by `dtype_parts`; NumPy does not get any other string."""
     if _is_dtype(description):
         dtype = npy.descr_to_dtype(description)
         if dtype_parts(dtype) == description:
@@ -113,19 +115,20 @@ def _is_field(field: Any) -> bool:
         return False
     name, description, *shapes = field
     names = name if isinstance(name, tuple) else (name,)
-    are_names = len(names) <= 2 and all(isinstance(text, str) for text in names)
-    return (
-        are_names
-        and _is_dtype(description)
-        and all(isinstance(_shape(shape), tuple) for shape in shapes)
-    )
+    if len(names) > 2 or not all(isinstance(text, str) for text in names):
+        return False
+    if not _is_dtype(description):
+        return False
+    for shape in shapes:
+        _shape(shape)  # raises an error if it is not one
+    return True
 
 
 class UnknownPartError(ValueError):
-    """A value has something that this jstep does not know; another version may have written it.
+    """A value has a part that this version does not know; another one may have written it.
 
     Attributes:
-        part: What that is.
+        part: The part, for messages.
     """
 
     def __init__(self, part: str) -> None:
@@ -137,7 +140,7 @@ _ARRAY_PARTS = ("dtype", "shape", "axes", "data")
 
 
 def check_known(parts: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse a part that this version does not know: it may change the meaning of the others."""
+    """Reject a part that this version does not know: it may change the meaning of the others."""
     unknown = sorted(parts.keys() - known)
     if unknown:
         raise UnknownPartError(f"the part {unknown[0]!r:.50}")
@@ -148,19 +151,15 @@ def decode_array(parts: Any) -> np.ndarray[Any, Any]:
     dtype = _dtype(parts["dtype"])
     shape = _shape(parts["shape"])
     data = parts["data"]
-    # Elements without bytes need no data, but NumPy would allocate memory for some of them.
     elements = math.prod(shape)
-    if (
-        dtype.hasobject
-        or len(data) != elements * dtype.itemsize
-        or (elements and not dtype.itemsize)
-    ):
+    # Elements without bytes need no data, but NumPy would allocate memory for some of them.
+    is_without_bytes = elements > 0 and dtype.itemsize == 0
+    if dtype.hasobject or is_without_bytes or len(data) != elements * dtype.itemsize:
         raise ValueError(f"an array of {dtype} and shape {shape} does not have {len(data)} bytes")
     axes = parts.get("axes", list(range(len(shape))))
     inverse = _inverse(axes, shape)
-    return (
-        np.ndarray([shape[axis] for axis in axes], dtype, data).transpose(inverse).copy(order="K")
-    )
+    stored = np.ndarray([shape[axis] for axis in axes], dtype, data)
+    return stored.transpose(inverse).copy(order="K")
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -195,8 +194,10 @@ def decode_tensor(parts: Any) -> Any:
     check_known(parts, _ARRAY_PARTS)
     torch = importlib.import_module("torch")
     name = parts["dtype"]
-    # Some attributes of torch are modules that are imported when they are asked for.
-    dtype = getattr(torch, name, None) if name == "bool" or _DTYPE.fullmatch(name) else None
+    dtype = None
+    # Not any attribute: some of torch's are modules, which are then imported.
+    if name == "bool" or _DTYPE.fullmatch(name):
+        dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r:.50} is not a torch.dtype")
     shape = _shape(parts["shape"])
@@ -207,11 +208,8 @@ def decode_tensor(parts: Any) -> Any:
         return torch.empty(shape, dtype=dtype)
     axes = parts.get("axes", list(range(len(shape))))
     inverse = _inverse(axes, shape)
-    return (
-        torch.frombuffer(bytearray(data), dtype=dtype)
-        .reshape([shape[axis] for axis in axes])
-        .permute(inverse)
-    )
+    stored = torch.frombuffer(bytearray(data), dtype=dtype).reshape([shape[axis] for axis in axes])
+    return stored.permute(inverse)
 
 
 # Arrays and keys of JAX
@@ -222,10 +220,10 @@ def jax_parts(array: jax.Array) -> dict[str, Any]:
 
     The array itself may be donated before the copy is used.
     """
-    is_whole = not isinstance(array, jax.core.Tracer) and (
-        array.is_fully_addressable or array.is_fully_replicated
-    )
-    if not is_whole or array.is_deleted():
+    is_usable = False
+    if not isinstance(array, jax.core.Tracer) and not array.is_deleted():
+        is_usable = array.is_fully_addressable or array.is_fully_replicated
+    if not is_usable:
         raise UnsupportedError(
             "is a JAX array that is traced, was donated, or has parts on other processes"
         )
@@ -236,7 +234,7 @@ def jax_parts(array: jax.Array) -> dict[str, Any]:
         impl = str(jax.random.key_impl(array))
         data = jax.random.key_data(array)
     with internal_transfers():
-        copied = data.copy() if data.nbytes <= LARGE else host_parts(data)
+        copied: Any = data.copy() if data.nbytes <= LARGE else host_parts(data)
     return {"$jax": {"data": copied, "impl": impl, "weak": weak}}
 
 

@@ -58,7 +58,9 @@ class ExternalBytes:
         self._data = None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ExternalBytes) and (self is other or self.hash == other.hash)
+        if self is other:
+            return True
+        return isinstance(other, ExternalBytes) and self.hash == other.hash
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -77,17 +79,21 @@ class AttachedFiles(dict[str, ExternalBytes]):
 
 
 def as_json(copy: Any, files: AttachedFiles | None = None) -> Any:
-    """Finish the encoding of `copy_encodable`: bytes become text.
+    """Finish the encoding of `copy_encodable`: bytes become text, or if large, a file of `files`.
 
-    Large ones become a file of `files`, unless it is None.
+    Without `files`, all become text.
     """
     kind = type(copy)
     if kind is dict:
         return {key: as_json(item, files) for key, item in copy.items()}
     if kind is list:
-        return list(copy) if _are_plain(copy) else [as_json(item, files) for item in copy]
+        if _are_plain(copy):
+            return list(copy)
+        return [as_json(item, files) for item in copy]
     if kind is ExternalBytes:
-        return as_json(copy.read()) if files is None else files.add(copy)
+        if files is None:
+            return as_json(copy.read())
+        return files.add(copy)
     if kind is bytes:
         if files is not None and len(copy) > LARGE:
             return files.add(copy)
@@ -98,9 +104,11 @@ def as_json(copy: Any, files: AttachedFiles | None = None) -> Any:
 
 
 def resolve_files(encoded: object, load: Callable[[str], ExternalBytes]) -> Any:
-    """Return JSON from `as_json` with file references replaced, as if the value was just copied."""
+    """Undo `as_json` for files: return the JSON with `ExternalBytes` in place of references."""
     if type(encoded) is list:
-        return encoded if _are_plain(encoded) else [resolve_files(item, load) for item in encoded]
+        if _are_plain(encoded):
+            return encoded
+        return [resolve_files(item, load) for item in encoded]
     if type(encoded) is not dict:
         return encoded
     if encoded.keys() == {_FILE} and type(encoded[_FILE]) is str:
@@ -109,10 +117,10 @@ def resolve_files(encoded: object, load: Callable[[str], ExternalBytes]) -> Any:
 
 
 class FilesOnce:
-    """A `load` for `resolve_files` that loads each file once.
+    """A `load` for `resolve_files` that rejects a second reference to a file.
 
-    If 4,000 arrays named one, each would be a copy of it. `AttachedFiles` gives each file a name of
-    its own.
+    If 4,000 arrays named one file, each would be a copy of it. `AttachedFiles` never names a file
+    twice.
     """
 
     def __init__(self, read: Callable[[str], bytes]) -> None:
@@ -132,7 +140,9 @@ def encoded_size(copy: Any) -> int:
     if kind is dict:
         return sum(map(encoded_size, copy.values()))
     if kind is list:
-        return 8 * len(copy) if _are_plain(copy) else sum(map(encoded_size, copy))
+        if _are_plain(copy):
+            return 8 * len(copy)
+        return sum(map(encoded_size, copy))
     if kind is ExternalBytes:
         return LARGE + 1
     if kind is bytes or kind is str:
@@ -154,25 +164,29 @@ _PLAIN = frozenset({str, bool, type(None)})
 def _encoded(value: Any, depth: int, seen: set[int]) -> Any:
     """Encode a value; `seen` are the identities of the random generators so far."""
     kind = type(value)
-    is_number = (kind is int and value.bit_length() <= _MAX_BITS) or (
-        kind is float and math.isfinite(value)
-    )
-    if kind in _PLAIN or is_number:
+    if kind in _PLAIN:
+        return value
+    if kind is int and value.bit_length() <= _MAX_BITS:
+        return value
+    if kind is float and math.isfinite(value):
         return value
     if depth > _DEEPEST:
         raise UnsupportedError("is nested too deeply, or contains itself")
     if kind is list:
-        return list(value) if _are_plain(value) else _each(enumerate(value), depth + 1, seen)
+        if _are_plain(value):
+            return list(value)
+        return _each(enumerate(value), depth + 1, seen)
     if kind is tuple:
-        return {
-            "$tuple": list(value) if _are_plain(value) else _each(enumerate(value), depth + 2, seen)
-        }
+        if _are_plain(value):
+            return {"$tuple": list(value)}
+        return {"$tuple": _each(enumerate(value), depth + 2, seen)}
     if kind is dict and all(type(key) is str for key in value) and not _is_tagged(value):
         return dict(zip(value, _each(value.items(), depth + 1, seen), strict=True))
     if kind is dict or kind is collections.OrderedDict:
         keys = _each((("key", key) for key in value), depth + 3, seen)
         pairs = zip(keys, _each(value.items(), depth + 3, seen), strict=True)
-        return {"$dict" if kind is dict else "$ordered_dict": [list(pair) for pair in pairs]}
+        tag = "$dict" if kind is dict else "$ordered_dict"
+        return {tag: [list(pair) for pair in pairs]}
     if kind is bytes:
         return {"$bytes": value}
     if isinstance(value, jax.Array):
@@ -190,9 +204,11 @@ def _encoded(value: Any, depth: int, seen: set[int]) -> Any:
 
 
 def _check_first(value: Any, kind: type, seen: set[int]) -> None:
-    """Check that a random generator is met for the first time, and add it to those in `seen`."""
-    # Of a RandomState, the generator of its bits: two of them may share one.
-    generator = getattr(value, "_bit_generator", value) if kind is np.random.RandomState else value
+    """Check that a random generator is not in `seen`, and add it there."""
+    generator = value
+    if kind is np.random.RandomState:
+        # Two of them may share the generator of their bits.
+        generator = getattr(value, "_bit_generator", value)
     if id(generator) in seen:
         raise UnsupportedError(
             f"is a {kind.__name__} that is in several places, which would draw the "
@@ -209,17 +225,19 @@ def _each(items: Iterable[tuple[Any, Any]], depth: int, seen: set[int]) -> list[
             encoded.append(_encoded(item, depth, seen))
         except UnsupportedError as error:
             path = f"[{label!r:.50}]{error.path}"
-            # The path of a value that contains itself is as long as the nesting is deep.
-            raise UnsupportedError(
-                error.what, path if len(path) <= 200 else f"{path[:200]}…"
-            ) from None
+            if len(path) > 200:
+                # The value may contain itself: its path is then as long as the nesting is deep.
+                path = f"{path[:200]}…"
+            raise UnsupportedError(error.what, path) from None
     return encoded
 
 
 def _are_plain(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Return whether JSON holds all values as they are: positions may list many numbers."""
+    """Return whether JSON can represent all values as they are: a fast path for many numbers."""
     kinds = set(map(type, values))
-    return kinds <= _PLAIN or (kinds == {int} and -(2**63) <= min(values) <= max(values) < 2**63)
+    if kinds <= _PLAIN:
+        return True
+    return kinds == {int} and -(2**63) <= min(values) <= max(values) < 2**63
 
 
 def decode(value: object) -> Any:
@@ -234,7 +252,7 @@ def decode(value: object) -> Any:
         return {key: decode(item) for key, item in value.items()}
     ((tag, parts),) = value.items()
     if tag not in _DECODERS:
-        # Also those of early versions, for objects in several places and arrays that overlap.
+        # Such as those of early versions, for objects in several places and arrays that overlap.
         raise UnknownPartError(f"the tag {tag!r:.50}")
     parts = decode(parts)
     try:
@@ -263,7 +281,9 @@ def _pairs(pairs: Any) -> list[Any]:
 
 
 def _bytes(data: Any) -> bytes:
-    return data if isinstance(data, bytes) else base64.b64decode(data, validate=True)
+    if isinstance(data, bytes):
+        return data
+    return base64.b64decode(data, validate=True)
 
 
 # Random generators
@@ -275,7 +295,9 @@ RandomGenerator = (
 
 def _bits_parts(bits: np.random.BitGenerator) -> dict[str, Any]:
     seed: Any = bits.seed_seq
-    return {"state": bits.state, "seed": seed if type(seed) is np.random.SeedSequence else None}
+    if type(seed) is not np.random.SeedSequence:
+        seed = None
+    return {"state": bits.state, "seed": seed}
 
 
 def _bits(parts: Any) -> np.random.BitGenerator:
@@ -301,8 +323,8 @@ def _random_state(state: Any) -> np.random.RandomState:
 
 def _seed(parts: Any) -> np.random.SeedSequence:
     tagged_arrays.check_known(parts, ("entropy", "spawn_key", "pool_size", "n_children_spawned"))
-    # Mixing takes time in proportion to the pool times the words of the seed, and to make words of
-    # an integer in proportion to the square of its bits.
+    # Mixing a seed takes time proportional to the pool times the words of the seed, and dividing an
+    # integer into words, to the square of its bits.
     if parts["pool_size"] > 1024:
         raise ValueError("pool_size must be at most 1024")
     integers: list[Any] = []
@@ -321,12 +343,12 @@ def _python_random(state: Tree) -> random.Random:
 
 
 def set_generator(generator: Any, saved: Any) -> None:
-    """Set a random generator to the state of another one, such that it also spawns the same ones.
+    """Set a random generator to the state of another one; it also spawns the same generators.
 
     Raises:
         ValueError: They are of different kinds.
     """
-    # That of a Generator; the others have none.
+    # A Generator has a bit generator; the others have none.
     bits = getattr(generator, "bit_generator", generator)
     saved_bits = getattr(saved, "bit_generator", saved)
     if type(generator) is not type(saved) or type(bits) is not type(saved_bits):
@@ -418,4 +440,4 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$random": _python_random,
     "$bit_generator": _bits,
 }
-"""By tag: the inverse, which rejects all else."""
+"""By tag: the inverse, which rejects anything else."""
