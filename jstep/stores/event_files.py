@@ -134,7 +134,9 @@ def read_records(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
                 path, offset, f"it claims {length} bytes, more than an event can have"
             )
         data = _read_data(file, length)
-        footer = file.read(FOOTER) if len(data) == length else b""
+        if len(data) < length:
+            return
+        footer = file.read(FOOTER)
         if len(footer) < FOOTER:
             return
         if struct.unpack("<I", footer)[0] != masked_crc(data):
@@ -144,9 +146,8 @@ def read_records(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _read_data(file: BinaryIO, length: int) -> bytes:
-    """Read the data of a record, or what there is of them."""
-    # In parts, because memory for as many bytes as the record claims would be allocated before any
-    # is read.
+    """Read the data of a record, which may be truncated."""
+    # In parts: one read would first allocate memory for as many bytes as the record claims.
     parts: list[bytes] = []
     left = length
     while left:
@@ -181,9 +182,11 @@ class Writer(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> "Writer":
-        """Return the writer that a name says."""
+        """Return the writer that the name of a file names."""
         suffix = _RUN_SUFFIX.search(name)
-        return cls(None, None) if suffix is None else cls(suffix["run"], suffix["directory"])
+        if suffix is None:
+            return cls(None, None)
+        return cls(suffix["run"], suffix["directory"])
 
 
 def event_files(path: str) -> list[str]:
@@ -191,7 +194,9 @@ def event_files(path: str) -> list[str]:
 
     Directories and pipes are skipped.
     """
-    return _event_files_among(path, names_in(path)) if is_directory(path) else [path]
+    if not is_directory(path):
+        return [path]
+    return _event_files_among(path, names_in(path))
 
 
 def find_runs(logdir: str) -> list[str]:
@@ -202,12 +207,15 @@ def _event_files_among(path: str, names: list[str]) -> list[str]:
     files = [join_path(path, name) for name in filter(is_event_file, names)]
     if is_url(path):
         return files
-    return [file for file in files if os.path.isfile(file) and _may_be_followed(file)]
-
-
-def _may_be_followed(file: str) -> bool:
-    # Who made the directory has made the links in it.
-    return not os.path.islink(file) or is_below_or_beside(file, os.path.dirname(file))
+    found = []
+    for file in files:
+        if not os.path.isfile(file):
+            continue
+        # The links in a directory were made by its author, who may be somebody else.
+        if os.path.islink(file) and not is_below_or_beside(file, os.path.dirname(file)):
+            continue
+        found.append(file)
+    return found
 
 
 def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
@@ -268,7 +276,7 @@ class Point(NamedTuple):
 class Series:
     """The points of a tag, in arrays.
 
-    `rewound` has those that later ones replaced, for the last replacements.
+    `rewound` has the points that later ones have replaced, for the last 100 replacements.
     """
 
     def __init__(self) -> None:

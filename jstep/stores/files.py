@@ -16,7 +16,7 @@ from jstep.core.tables import printable
 from jstep.stores.objects import Bucket, Objects
 from jstep.stores.owners import new_token, remove_temporary, temporary_path
 from jstep.stores.untrusted import check_regular, link_below
-from jstep.stores.urls import is_url, join_path, split_path
+from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 
 
 def open_for_reading(path: str, *, follow_link: bool = True) -> BinaryIO:
@@ -51,7 +51,10 @@ def read_small(path: str, limit: int, *, follow_link: bool = True) -> bytes:
     with open_for_reading(path, follow_link=follow_link) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
-        data = file.read(limit + 1) if size <= limit else b""
+        data = b""
+        if size <= limit:
+            data = file.read(limit + 1)
+    # It may have grown meanwhile.
     if max(size, len(data)) > limit:
         raise ValueError(f"{printable(path)}: has more than {limit} bytes")
     return data
@@ -73,7 +76,9 @@ def seconds_since_write(path: str) -> float:
 
 
 def is_directory(path: str) -> bool:
-    return Bucket(path).exists() if is_url(path) else os.path.isdir(path)
+    if is_url(path):
+        return Bucket(path).exists()
+    return os.path.isdir(path)
 
 
 def is_absent(error: OSError) -> bool:
@@ -90,7 +95,7 @@ def is_absent(error: OSError) -> bool:
 def may_be_file(path: str) -> bool:
     """Return whether a local file exists, or may exist but is unreadable.
 
-    A link counts, which reading rejects.
+    A link counts, although it is rejected when it is read.
     """
     try:
         mode = os.stat(path, follow_symlinks=False).st_mode
@@ -98,11 +103,14 @@ def may_be_file(path: str) -> bool:
     except OSError as error:
         return not is_absent(error)
     except ValueError:
-        return False  # such as a null character
+        return False  # the path has a null character, for example
 
 
 def names_in(path: str) -> list[str]:
-    names = Bucket(path).listing() if is_url(path) else os.listdir(path)
+    if is_url(path):
+        names = Bucket(path).listing()
+    else:
+        names = os.listdir(path)
     return sorted(name for name in names if "/" not in name)
 
 
@@ -161,7 +169,7 @@ def open_own(path: str, beginning: bytes, *, append: bool = True) -> io.FileIO:
         file.seek(0)
         head = file.read(2**20) or b""
         first = head.lstrip(b"\0")[: len(beginning)]
-        if not beginning.startswith(first) and not _is_hole(head, beginning):
+        if not beginning.startswith(first) and not _begins_with_lost_block(head, beginning):
             raise foreign_file(path, f"begins with {first!r}")
         if append and os.fstat(file.fileno()).st_nlink > 1:
             # Another name of the file is elsewhere, as in a backup that `cp -al` has made, and
@@ -190,12 +198,13 @@ def _copy_apart(path: str, file: BinaryIO | io.FileIO) -> None:
         raise
 
 
-def _is_hole(head: bytes, beginning: bytes) -> bool:
-    """Return whether a file begins with a block that was lost in a power cut.
-
-    The next whole line must then be as expected.
-    """
-    return head.startswith(b"\0") and head.lstrip(b"\0").partition(b"\n")[2].startswith(beginning)
+def _begins_with_lost_block(head: bytes, beginning: bytes) -> bool:
+    """Return whether a file begins with zeros, as after a power cut, and continues as expected."""
+    if not head.startswith(b"\0"):
+        return False
+    # The zeros may end within a line.
+    next_line = head.lstrip(b"\0").partition(b"\n")[2]
+    return next_line.startswith(beginning)
 
 
 def foreign_file(path: str, what: str) -> ForeignFileError:
@@ -210,7 +219,7 @@ def write_named(path: str, data: bytes) -> None:
     Links are followed. A FIFO or a device is written to directly.
     """
     if is_url(path) or os.path.isfile(path) or not os.path.exists(path):
-        replace_file(path if is_url(path) else os.path.realpath(path), data, keeps_mode=True)
+        replace_file(resolve_path(path), data, keeps_mode=True)
         return
     with open(path, "wb") as file:
         file.write(data)
@@ -243,8 +252,8 @@ def replace_file(
     """Write a file or object atomically.
 
     Without `flush`, a power cut may empty it. Without `make_parents`, its directory must exist. The
-    mode is the umask's: somebody else may have put a file there. With `keeps_mode`, it is that of
-    the file that is replaced.
+    mode is the umask's, since somebody else may have put a file there; with `keeps_mode`, it is the
+    mode of the file that is replaced.
     """
     directory, name = split_path(path)
     if is_url(path):

@@ -34,9 +34,9 @@ class UntrustedError(ValueError):
 
 
 def check_regular(path: str, *, follow_link: bool) -> None:
-    """Raise an OSError if a path is not a regular file's; `open_regular` asks before opening one.
+    """Raise an OSError if a path is not a regular file's; `open_regular` calls this first.
 
-    A FIFO blocks who opens it, and opening a device may have effects.
+    Opening a FIFO blocks, and opening a device may have effects.
     """
     mode = os.stat(path, follow_symlinks=follow_link).st_mode
     if stat.S_ISDIR(mode):
@@ -53,9 +53,9 @@ def check_regular(path: str, *, follow_link: bool) -> None:
 def link_below(path: str, run_directory: str) -> str | None:
     """Return the first link between a run's directory and a path below it; None if there is none.
 
-    The directory of a run may itself be a link, and so may those above it: its user has made them.
-    Who made the run has made those below it, and what is written or deleted through them is not in
-    the run.
+    The directory of a run may itself be a link, and so may the directories above it: its user has
+    made them. Links below it were made by the author of the run, and files that are written or
+    deleted through them are not in the run.
     """
     if is_url(path) or is_url(run_directory):
         return None
@@ -77,8 +77,8 @@ def link_below(path: str, run_directory: str) -> str | None:
 def _is_same_directory(path: str, directory: str) -> bool:
     if path == os.path.abspath(directory):
         return True
-    # Not by the names alone: one of them may lead through a link above the directory. But not if
-    # the last name is a link, as it may be one in the run that leads to the run.
+    # The names alone do not tell: one may lead through a link above the directory. But a path that
+    # is a link does not count, since it may be one in the run that leads to the run.
     with contextlib.suppress(OSError):
         return not os.path.islink(path) and os.path.samefile(path, directory)
     return False
@@ -115,9 +115,9 @@ class RecordedRun(NamedTuple):
             return path == self.where
         if os.path.abspath(path) == os.path.abspath(self.where):
             return True
-        if _is_of_system(path):
+        if _is_below_proc_or_dev(path):
             return False
-        # To follow the links of any path may mount another file system.
+        # Following the links of an arbitrary path may mount another file system.
         may_follow = self.is_of_host or is_below_or_beside(path, self.where)
         return may_follow and resolve_path(path) == resolve_path(self.where)
 
@@ -128,26 +128,26 @@ class RecordedRun(NamedTuple):
     def is_in_original(self, path: str) -> bool:
         """Return whether a recorded path is below the original of this copy.
 
-        It must be below it also if links on the way are followed.
+        It must also be below it once links on the way are followed.
         """
-        if (
-            self.original is None
-            or is_url(path)
-            or not _is_below(os.path.abspath(path), self.original)
-        ):
+        if self.original is None or is_url(path):
+            return False
+        if not _is_below(os.path.abspath(path), self.original):
             return False
         return _is_below(os.path.realpath(path), os.path.realpath(self.original))
 
     def find(self, path: str) -> str | None:
         """Return where a recorded path may be opened.
 
-        None if somebody else recorded it and it leads elsewhere. What was moved together with the
-        run is found below or beside the directory in which the run is now.
+        None if somebody else recorded it and it leads elsewhere. Files that were moved together
+        with the run are found below or beside the directory in which the run is now.
         """
         if self.is_readers:
             return path
         moved = self.moved(path)
-        return moved if is_below_or_beside(moved, self.where) else None
+        if not is_below_or_beside(moved, self.where):
+            return None
+        return moved
 
     def moved(self, path: str) -> str:
         if not self.directory or not path or any(map(is_url, (self.directory, self.where, path))):
@@ -156,7 +156,7 @@ class RecordedRun(NamedTuple):
 
 
 def is_below_or_beside(path: str, where: str) -> bool:
-    """Return whether a path is in the directory above a run's, also if links are followed.
+    """Return whether a path is in the directory above a run's, even if links are followed.
 
     Nothing is beside a run in the root directory.
     """
@@ -167,7 +167,8 @@ def is_below_or_beside(path: str, where: str) -> bool:
         if {".", ".."} & set(path.split("/")):
             return False
         return join_path(path, "").startswith(join_path(split_path(where)[0], ""))
-    # The names alone are compared first: following the links of any path may mount a file system.
+    # The names are compared first: following the links of an arbitrary path may mount a file
+    # system.
     named = os.path.abspath(path)
     parent_as_named = _parent(os.path.abspath(where))
     parent = _parent(os.path.realpath(where))
@@ -176,17 +177,14 @@ def is_below_or_beside(path: str, where: str) -> bool:
     return _is_below(os.path.realpath(path), parent)
 
 
-def _is_of_system(path: str) -> bool:
-    """Return whether a path is below /proc or /dev.
-
-    There, `/proc/self/cwd` is any directory that the reader is in.
-    """
+def _is_below_proc_or_dev(path: str) -> bool:
+    # Such as `/proc/self/cwd`, which is any directory that the reader is in.
     first_name, _, _ = os.path.abspath(path).lstrip("/").partition("/")
     return first_name in ("proc", "dev")
 
 
 def _parent(where: str) -> str:
-    """Return the directory above a run's, or this one, if that is the root with everything."""
+    """Return the directory above a run's, or the run's if the other is the root."""
     parent = os.path.dirname(where)
     is_root = os.path.dirname(parent) == parent
     return where if is_root else parent
@@ -197,10 +195,10 @@ def _is_below(path: str, directory: str) -> bool:
     return os.path.join(path, "").startswith(os.path.join(directory, ""))
 
 
-# Counted: the bytes of files, each once, and numbers that something can have.
+# Counted: the bytes of files, each file once, and the ranges of numbers.
 
 MAX_CLAIM_BYTES = 2**16
-"""The maximum bytes of a claim, of the file of a stall, and of that of a process."""
+"""The maximum bytes of a claim, of the file of a stall, and of the file of a process."""
 MAX_START_BYTES = 2**20
 """The maximum bytes of the file of a start, and of its setup."""
 MAX_MANIFEST_BYTES = 2**28
@@ -208,8 +206,8 @@ MAX_MANIFEST_BYTES = 2**28
 MAX_DEPTH = 200
 """The maximum depth of nested values: a config may have lists of lists."""
 _MAX_EQUAL_HASHES = 64
-"""The maximum number of keys with one hash. Those of floats such as 1.0, 2.0**61, 2.0**122 are
-equal, about 34."""
+"""The maximum number of keys with one hash. About 34 floats, such as 1.0, 2.0**61 and 2.0**122,
+have equal hashes."""
 
 
 class RegularFiles(NamedTuple):
@@ -296,8 +294,10 @@ def is_seconds(value: float) -> bool:
 
 def step_in(text: str) -> int | None:
     """Return the step that the name of a checkpoint ends in; None if no step has so many digits."""
-    # Not `int` at once, which raises an error of its own for more than 4,300 digits.
-    step = int(text) if len(text) <= 19 else 2**63
+    # Before `int`, which raises an error of its own for more than 4,300 digits.
+    if len(text) > 19:
+        return None
+    step = int(text)
     return step if step < 2**63 else None
 
 
@@ -314,8 +314,10 @@ def decode_json(raw: bytes) -> Any:
         value = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    is_shallow = raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH
-    return value if is_shallow or _is_nested_at_most(value, MAX_DEPTH) else None
+    # With so few brackets, it cannot be nested deeper.
+    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
+        return value
+    return value if _is_nested_at_most(value, MAX_DEPTH) else None
 
 
 def _is_nested_at_most(value: object, depth: int) -> bool:
