@@ -1,9 +1,9 @@
 """Growing files and objects, and logs of JSON lines in them, each of a step: `{"step": N, …}`.
 
-Stores cannot append, so an object is uploaded again, periodically. A log grows at its path: a file
-or object that is full, or has the lines of another run, is kept as `PATH.1`, `PATH.2`, …, in the
-order of writing. A process that is killed may leave an incomplete last line, and a power cut may
-leave zeros.
+Stores cannot append, so an object is periodically uploaded as a whole. A log grows at its path: a
+file or object that is full, or has the lines of another run, is kept as `PATH.1`, `PATH.2`, …, in
+the order of writing. A killed process may leave an incomplete last line, and a power cut may leave
+zeros.
 """
 
 import contextlib
@@ -71,11 +71,12 @@ class ObjectAppender:
         self._segment = segment or SEGMENT
         self._failing = False
         self._last_upload_at = -math.inf
-        # Held by `write`, and by an upload while it looks at what grows; only an upload removes
-        # from `_full`. The full objects that are not uploaded yet, and then the one that grows: its
-        # key, its data, and how many bytes of these the store has; -1 if it does not exist.
+        # Held by `write`, and by an upload while it reads the state of the growing object.
         self._lock = threading.Lock()
+        # Keys and data of the full objects that are not uploaded yet; only an upload removes them.
         self._full: list[tuple[str, bytes]] = []
+        # The growing object: its key, its data, and how many bytes of them the store has; -1 if the
+        # object does not exist.
         self._key = next_key()
         self._data = bytearray(kept or header)
         self._uploaded = -1
@@ -142,7 +143,8 @@ class ObjectAppender:
         if is_new:
             self._objects.write(key, data)
             with self._lock:
-                if key == self._key:  # not if it is full by now, and another one grows
+                # Not if the object is full by now, and another one grows.
+                if key == self._key:
                     self._uploaded = len(data)
 
 
@@ -152,7 +154,8 @@ class GrowingFile:
     def __init__(self, path: str, file: io.FileIO) -> None:
         self.path = path
         self._file = file
-        self._is_named = False  # whether the disk has its name
+        # Whether the name of the file is flushed to disk.
+        self._is_named = False
 
     def write(self, data: bytes) -> None:
         """Append all bytes, or none of them, as on a full disk."""
@@ -169,7 +172,7 @@ class GrowingFile:
     def sync(self) -> None:
         """Flush the bytes, and the name of a new file, to disk."""
         if self._file.closed:
-            # `close` has flushed the file: a save in the background may end later
+            # `close` has flushed the file; a save in the background may call this later.
             return
         sync(self._file.fileno(), self.path, data_only=True)
         if not self._is_named:
@@ -192,11 +195,11 @@ MAX_BYTES = 2**31
 LOG_SEGMENT = 2**23
 """The size of an object of a log, which is uploaded as a whole."""
 TAIL = 2**26
-"""How many bytes of a log a run reads that continues it."""
+"""How many bytes at the end of a log are read by a run that continues it."""
 
 _HEAD = 2**20
 _MAX_LINE = 2**26
-"""The maximum bytes of a line; a file of others may be without line breaks."""
+"""The maximum bytes of a line; somebody else's file may have no line breaks."""
 _PART = re.compile(r"\.([1-9][0-9]*)((?:\..*)?)", re.DOTALL)
 """What follows the name of a log in the name of a part: its number, and perhaps the suffix of a
 compressed file."""
@@ -240,7 +243,9 @@ def _numbers(names: Iterable[str], name: str) -> list[tuple[int, str]]:
     """Return the numbers of the names `NAME.1`, `NAME.2.gz`, …, and what comes after each."""
     found = []
     for other in names:
-        match = _PART.fullmatch(other.removeprefix(name)) if other.startswith(name) else None
+        if not other.startswith(name):
+            continue
+        match = _PART.fullmatch(other.removeprefix(name))
         if match is not None:
             found.append((int(match[1]), match[2]))
     return found
@@ -281,20 +286,20 @@ def read_log_files(path: str) -> Iterator[tuple[str, Iterator[bytes]]]:
         except FileNotFoundError:
             if not earlier:
                 raise
-            # The run was killed when it had renamed the file, or the part was deleted a moment ago.
+            # A run was killed after it had renamed the file, or the part was deleted meanwhile.
             continue
         with file:
             yield part, iter(functools.partial(file.readline, _MAX_LINE), b"")
 
 
 def _open_part(path: str, part: str) -> BinaryIO:
-    # The user has named the log, which may be a link, but not its parts, which whoever made the log
-    # has chosen.
+    # The log may be a link, because the user has named it. Its parts may not, since the author of
+    # the log has chosen them.
     return open_for_reading(part, follow_link=part == path)
 
 
 class LogTail(NamedTuple):
-    """The end of a part of a log: lines with their line breaks; `is_whole` if it is all of it."""
+    """The last lines of a part of a log, with line breaks; `is_whole` if these are all lines."""
 
     part: str
     lines: list[bytes]
@@ -347,7 +352,8 @@ class LineFile(GrowingFile):
 
     def set_aside(self) -> str:
         """Rename the file, and begin another one; return its new path."""
-        moved = f"{self.path}.{_next_number(_names_beside(self.path), os.path.basename(self.path))}"
+        number = _next_number(_names_beside(self.path), os.path.basename(self.path))
+        moved = f"{self.path}.{number}"
         self.sync()
         if not os.path.samestat(os.fstat(self._file.fileno()), os.lstat(self.path)):
             raise FileNotFoundError(f"{self.path} was replaced by another file, which is not moved")
@@ -360,7 +366,7 @@ class LineFile(GrowingFile):
 
 
 class LineObject(ObjectAppender):
-    """An object of lines, uploaded periodically; full ones once more, as `NAME.1`, `NAME.2`, ….
+    """An object of lines, uploaded periodically; when full, it is kept as `NAME.1`, `NAME.2`, ….
 
     Raises:
         ForeignFileError: The object has other lines, and stays unchanged.
@@ -376,9 +382,8 @@ class LineObject(ObjectAppender):
             while objects.read(f"{name}.{first}").data is not None:  # a list may be incomplete
                 first += 1
             keys = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(first)))
-            super().__init__(
-                objects, keys.__next__, kept=data[: data.rfind(b"\n") + 1], segment=LOG_SEGMENT
-            )
+            complete_lines = data[: data.rfind(b"\n") + 1]
+            super().__init__(objects, keys.__next__, kept=complete_lines, segment=LOG_SEGMENT)
 
     def _begin_segment(self) -> None:
         self._full.append((self._next_key(), bytes(self._data)))
@@ -418,7 +423,7 @@ def _end_of_lines(file: BinaryIO) -> int:
 
 
 def _check_first(path: str, head: bytes, is_line: Callable[[bytes], bool]) -> None:
-    """Raise an error if the first line is JSON that is not a line of the log; others are torn."""
+    """Raise an error if the first line is JSON of another kind; one that is not JSON is torn."""
     first = head.lstrip(b"\0").partition(b"\n")[0]
     if first and not is_line(first) and decode_json(first) is not None:
         raise foreign_file(path, f"begins with {first[:50]!r}")

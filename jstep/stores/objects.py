@@ -1,6 +1,6 @@
 """The objects below a URL, in tensorstore's key-value stores; credentials of S3; stores' errors.
 
-Every operation gives up within half a minute (large objects get more, by their size), with an
+Every operation gives up within half a minute (large objects get more time, by their size), with an
 OSError that names operation and URL. After one timeout, later requests wait less, since many may
 follow before a run ends.
 
@@ -33,7 +33,7 @@ unknown host."""
 START_TIMEOUT_SECS = 38.0
 """Timeout of all requests at the start of a run, which check that it can read, list and write."""
 BYTES_PER_SEC = 1e6
-"""Bytes per second, by which large objects get more time than `TIMEOUT_SECS`."""
+"""Bytes per second, for which a large object gets more time than `TIMEOUT_SECS`."""
 TIMEOUT_SECS = 26.0
 """Timeout of an operation on a store that does not respond."""
 SHORT_TIMEOUT_SECS = 14.0
@@ -54,7 +54,7 @@ _outages: dict[str, _Outage] = {}
 
 
 def recent_outage(bucket: str) -> str | None:
-    """Return why a bucket did not respond a short time ago; None if it did, or was not asked."""
+    """Return why a bucket did not respond a short time ago; None if it did, or was not queried."""
     outage = _outages.get(bucket)
     if outage is None or time.monotonic() - outage.seen_at >= OUTAGE_SECS:
         return None
@@ -103,7 +103,7 @@ class PendingOperation:
             result = self._future.result(timeout=0.01)
         except TimeoutError:
             self._future.cancel()
-            # That of an earlier failure, after which this request has waited less.
+            # The reason of an earlier failure, after which this request has waited less.
             reason = recent_outage(self._bucket)
             if reason is None:
                 store = f"the store of {self._bucket} gave no response in {max(1.0, left):.0f} s"
@@ -122,7 +122,7 @@ class PendingOperation:
         raise problem
 
     def _wait(self, secs: float) -> bool:
-        """Wait at most so long; return whether the operation has ended."""
+        """Wait for at most so many seconds; return whether the operation has ended."""
         with contextlib.suppress(TimeoutError, *_ERRORS):
             self._future.result(timeout=max(0.01, secs))
         return bool(self._future.done())
@@ -134,16 +134,16 @@ class PendingOperation:
 class PendingList(PendingOperation):
     """A list that tensorstore has begun.
 
-    One of many pages takes long, and that of a stranger's store may have no end.
+    A list of many pages takes long, and the list of a stranger's store may have no end.
     """
 
     def _wait(self, secs: float) -> bool:
-        """Wait as long as the store responds, and as what it sends may be a list."""
+        """Wait as long as the store responds, and the list does not seem to be endless."""
         earliest: _ListTraffic | None = None
         deadline = time.monotonic() + secs
-        patience = 20
+        extensions = _MAX_EXTENSIONS
         while not super()._wait(min(_POLL_SECS, deadline - time.monotonic())):
-            # Not before the loop: most lists have ended by now, and to read metrics takes 0.3 ms.
+            # Not before the loop: most lists have ended by now, and reading metrics takes 0.3 ms.
             traffic = _ListTraffic.now()
             earliest = earliest or traffic
             received = traffic - earliest
@@ -155,9 +155,9 @@ class PendingList(PendingOperation):
                     f"or check the address: {self._endpoint()}"
                 )
             if time.monotonic() >= deadline:
-                if patience == 0 or not self._responds():
+                if extensions == 0 or not self._responds():
                     return False
-                patience -= 1
+                extensions -= 1
                 deadline = time.monotonic() + TIMEOUT_SECS
         return True
 
@@ -171,6 +171,8 @@ class PendingList(PendingOperation):
 
 _POLL_SECS = 0.5
 """Seconds between two polls of what a list has received."""
+_MAX_EXTENSIONS = 20
+"""How often a list gets another `TIMEOUT_SECS`, if its store responds."""
 _MAX_LIST_BYTES = 2**29
 """The maximum bytes of the pages of a list, which has then more than a million objects."""
 _MAX_SMALL_PAGES = 1000
@@ -185,8 +187,8 @@ It has 1,000 objects, each of which takes 100 bytes or more, in S3's XML as in G
 class _ListTraffic(NamedTuple):
     """What this process has received since its start, other than the responses to reads and writes.
 
-    tensorstore returns a list as a whole, and in its metrics alone its progress is seen. They are
-    those of the process, so that what else runs meanwhile has to be subtracted.
+    tensorstore returns a list as a whole, and only its metrics show the progress. They count all
+    requests of the process, so other requests that run meanwhile are subtracted.
     """
 
     pages: int
@@ -232,7 +234,7 @@ def _metric(name: str, ts: Any) -> Iterable[dict[str, Any]]:
 _Item = TypeVar("_Item")
 _Pending = TypeVar("_Pending")
 _MAX_CONCURRENT = 64
-"""Small operations that run at once."""
+"""The maximum number of small operations that run at the same time."""
 
 
 def pipelined(
@@ -242,7 +244,7 @@ def pipelined(
 ) -> Iterator[tuple[_Item, _Pending]]:
     """Begin an operation for each item, several before the first ends, and yield both, in order.
 
-    The caller waits for the operation that it is given.
+    The caller waits for the yielded operation.
     """
     running: deque[tuple[_Item, _Pending]] = deque()
     for item in items:
@@ -257,7 +259,7 @@ class Objects:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        # `deadline`: the monotonic time of the innermost `time_limit`
+        # Its `deadline` is the monotonic time of the innermost `time_limit`.
         self._limits = threading.local()
 
     def url_of(self, key: str) -> str:
@@ -272,9 +274,8 @@ class Objects:
         return ReadResult(None, ABSENT)
 
     def write(self, key: str, data: bytes) -> bytes:
-        return bytes(
-            self._begin("write", key, lambda kv: kv.write(key, data), len(data)).result().generation
-        )
+        operation = self._begin("write", key, lambda kv: kv.write(key, data), len(data))
+        return bytes(operation.result().generation)
 
     def write_if(self, key: str, data: bytes, stamp: bytes) -> bytes | None:
         """Write an object if the existing version has this stamp, and return the new one, or None.
@@ -282,10 +283,12 @@ class Objects:
         The data must differ from any other writer's: a lost response looks like an unmet condition,
         and only the bytes show whose write it was.
         """
+
+        def begin(kv: Any) -> Any:
+            return kv.write(key, data, if_equal=stamp)
+
         for _ in range(2):
-            wrote = self._begin(
-                "write", key, lambda kv: kv.write(key, data, if_equal=stamp), len(data)
-            ).result()
+            wrote = self._begin("write", key, begin, len(data)).result()
             if wrote.generation:
                 return bytes(wrote.generation)
             current = self.read(key)
@@ -346,13 +349,13 @@ class Objects:
         self,
         verb: str,
         key: str,
-        ask: Any,
+        request: Any,
         nbytes: int = 0,
         pending: type[PendingOperation] = PendingOperation,
     ) -> PendingOperation:
         store = self._store
         try:
-            return pending(self, ask(store), verb, key, nbytes)
+            return pending(self, request(store), verb, key, nbytes)
         except _ERRORS as error:
             problem = translate_error(error, verb, self.url_of(key))
         raise problem
@@ -396,17 +399,16 @@ class Bucket(Objects):
         return self.read(MARK).data is not None or bool(self.listing())
 
     def index(self, start: str = "") -> list[str] | None:
-        """Return what the index has with this beginning; None without a mark.
+        """Return the index's entries with this beginning; None if there is no mark.
 
-        Without one, nothing, or a copy, was written there.
+        Then nothing was written there, or a copy.
         """
         for _ in range(2):  # the mark may be written meanwhile
             keys = self.list(f"{INDEX}{start}", _MARKS_END)
             self._check_no_later_mark(keys)
             if MARK in keys:
-                return [
-                    key.removeprefix(INDEX) for key in keys if key.startswith(f"{INDEX}{start}")
-                ]
+                entries = [key for key in keys if key.startswith(f"{INDEX}{start}")]
+                return [entry.removeprefix(INDEX) for entry in entries]
             if self.read(MARK).data is None:
                 return None
         raise self._truncated()
@@ -428,10 +430,7 @@ class Bucket(Objects):
         return [key for key in second_keys if key != MARK]
 
     def _check_no_later_mark(self, keys: Iterable[str]) -> None:
-        """Refuse a bucket with the mark of a later jstep.
-
-        It is not one without a mark, which may be a copy.
-        """
+        """Reject a bucket with the mark of a later version, which must not count as unmarked."""
         for key in keys:
             match = _MARK_NAME.fullmatch(key)
             if match is None or int(match["number"]) <= INDEX_FORMAT:
@@ -528,7 +527,7 @@ def _profile(files: tuple[str, str], name: str) -> dict[str, str]:
         parser.read(path, encoding="utf-8")
         for section in filter(parser.has_section, sections):
             for key, value in parser.items(section):
-                # The first file and the first section that have it count.
+                # The first file and the first section that have a key count.
                 settings.setdefault(key, (value or "").strip())
     return settings
 
@@ -582,7 +581,7 @@ def translate_error(error: Exception, verb: str, url: str) -> OSError:
     """Return the error to raise `from None` instead of tensorstore's error."""
     text = str(error)
     scheme, bucket, _ = parts_of_url(url)
-    # The key may be a name of somebody else.
+    # Somebody else may have named the key.
     shown = printable(url)
     what = f"{shown}: cannot {verb}"
     codes = re.findall(r"\[http_response_code='([0-9]+)'\]", text)
