@@ -77,8 +77,12 @@ def make_chunks(
         ends: The steps at which chunks must end, in increasing order; no chunk follows the last
             one.
     """
-    place_one = None if sharding is None and not on_device else make_placer(as_shardings(sharding))
-    place_stacked = None if sharding is None else make_placer(as_shardings(sharding, stacked=True))
+    place_one: Callable[[Any], Any] | None = None
+    place_stacked: Callable[[Any], Any] | None = None
+    if sharding is not None or on_device:
+        place_one = make_placer(as_shardings(sharding))
+    if sharding is not None:
+        place_stacked = make_placer(as_shardings(sharding, stacked=True))
     items = iter(batches)
     step = start
     item: Any = None  # a batch that was read, and is in no chunk yet

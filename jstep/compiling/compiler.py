@@ -265,7 +265,8 @@ class Compiler:
             batch=shapes_of(trees.args_to_batch(chunk.step_args)), state=shapes_of(state)
         )
         was_ready = program.is_compiled_ahead and not program.is_called
-        if previous is not None and stage.is_compilable and not is_first_of_stage and not was_ready:
+        is_expected = is_first_of_stage or was_ready
+        if previous is not None and stage.is_compilable and not is_expected:
             self._log_recompilation(chunk, previous, self._shapes)
 
     def _log_recompilation(self, chunk: Chunk, old: _Shapes, new: _Shapes) -> None:
@@ -387,8 +388,9 @@ def shapes_of_batch(
 
 
 def _shapes_as_args(batch: Tree, batch_sharding: object) -> tuple[Any, ...]:
-    placed = batch if batch_sharding is None else make_placer(as_shardings(batch_sharding))(batch)
-    return shapes_of(trees.batch_to_args(placed))
+    if batch_sharding is not None:
+        batch = make_placer(as_shardings(batch_sharding))(batch)
+    return shapes_of(trees.batch_to_args(batch))
 
 
 # What is checked of a stage before the first step.

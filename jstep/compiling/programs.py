@@ -116,8 +116,11 @@ class Program:
         self._columns = columns  # of the sums of a loop on the device (`device_sums.Columns`)
         self.step: Any = stage.single_step if loop is None else loop
         self.is_looped = loop is not None
-        self.is_stacked = loop is not None and loop.max_steps is not None
-        self.max_steps = 1 if loop is None else loop.max_steps or 1
+        self.is_stacked = False
+        self.max_steps = 1
+        if loop is not None and loop.max_steps is not None:
+            self.is_stacked = True
+            self.max_steps = loop.max_steps
         self.rows: int | None = None
         self.constants = NO_CONSTANTS
         self.has_failed = has_failed

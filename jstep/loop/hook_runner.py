@@ -69,10 +69,13 @@ class HookRunner:
         for hook in self._hooks:
             if hasattr(hook, "begin") and self.call(hook, "begin", course.position.state):
                 is_done = True
-        savers = [hook for hook in self._hooks if isinstance(hook, SaverHook)]
-        others = [
-            hook for hook in self._hooks if _is_scheduled(hook) and not isinstance(hook, SaverHook)
-        ]
+        savers: list[Any] = []
+        others: list[Any] = []
+        for hook in self._hooks:
+            if isinstance(hook, SaverHook):
+                savers.append(hook)
+            elif _is_scheduled(hook):
+                others.append(hook)
         self._timetable.begin(others, savers, course.first)
         return is_done
 
@@ -212,12 +215,13 @@ class HookRunner:
     def call_before_save(self, step: int) -> bool:
         """Deliver all numbers, call `before_save`, and return whether a hook prevents the save."""
         self._run.transfers.deliver_all()
-        built_in = [hook for hook in self._hooks if isinstance(hook, RunHook)]
-        custom = [
-            hook
-            for hook in self._hooks
-            if not isinstance(hook, RunHook) and defines(hook, "before_save")
-        ]
+        built_in: list[Any] = []
+        custom: list[Any] = []
+        for hook in self._hooks:
+            if isinstance(hook, RunHook):
+                built_in.append(hook)
+            elif defines(hook, "before_save"):
+                custom.append(hook)
         # A list, as a generator would stop at the first True: each hook must be called, because it
         # may flush its file.
         results = [call_named(hook, "before_save", step) for hook in (*custom, *built_in)]

@@ -128,16 +128,14 @@ def exit_on_signal(run: RunContext) -> NoReturn:
     finiteness = run.components.finiteness
     runner = run.components.runner
     savers, why = finiteness.hooks_that_may_save()
-    # A start that has found the mark and took no step has nothing to save by the user's savers: they
-    # had all saved when the mark was written. But the mark of a new branch is its parent's.
+    # The user's savers had all saved when the mark was written. If this start takes no step, they
+    # have nothing more to save. But the mark of a new branch is its parent's.
     has_saved = run.origin.has_found_end and not run.origin.is_new_branch
     is_idle = has_saved and not run.course.has_trained
     outcomes = list[str]()
     errors = HookErrors(run.course)
     for hook in savers:
         if is_idle and not isinstance(hook, RunSaverHook):
-            # This start has found the mark and took no step. All of the user's savers had saved
-            # when the mark was written.
             continue
         with errors:
             outcomes.append(_save(run, hook))
