@@ -33,8 +33,8 @@ class MetricReader(ShownAsTyped):
     # Such as `eval/`. Empty until a run has begun, and outside of runs.
     _log_prefix = ""
 
-    # What its `EvaluationHook` calls, by the functions below the class. A public name would be
-    # shown to users by completion, as one of the methods that are theirs to call.
+    # Called by its `EvaluationHook`, through the functions below the class: public methods would be
+    # shown to users by completion.
 
     def _use_run(self, run: RunInfo) -> None:
         """Called before `begin` of any hook."""
@@ -132,8 +132,8 @@ def use_evaluation(
 
 
 def prepare_run_save(callback: object, step: int) -> None:
-    # Not `before_save`, which users' callbacks may have: an object with it is a hook, and
-    # `KeepBest` is none.
+    # Not a method `before_save`, which users' callbacks may have: an object with it is a hook, and
+    # `KeepBest` is not one.
     if isinstance(callback, MetricReader):
         callback._prepare_run_save(step)
 
@@ -196,7 +196,7 @@ class MetricCallback(MetricReader):
         self.key = key
         if key is not None:
             self.key = as_string(key, "key", "the name of its state in checkpoints, or None")
-        # With another of these, a saved state means something else.
+        # A state that was saved with other values of these means something else.
         self._watched = {**watched, "mode": self._mode}
         self.watches = ", ".join(name for argument, name in watched.items() if argument != "mode")
 

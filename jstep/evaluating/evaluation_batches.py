@@ -65,11 +65,13 @@ class EvaluationBatches:
         self._has_state = (
             self._is_iterator and hasattr(batches, "get_state") and hasattr(batches, "set_state")
         )
-        self._beginning = copy.deepcopy(batches.get_state()) if self._has_state else None
+        self._beginning: Any = None
+        if self._has_state:
+            self._beginning = copy.deepcopy(batches.get_state())
         self._used = False
         # A loader's first batch, which `first_shapes` has read ahead of an evaluation, and the
         # iterator of the others.
-        self._begun: tuple[Any, Iterator[Any]] | None = None
+        self._read_ahead: tuple[Any, Iterator[Any]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         if self._used and self._has_state:
@@ -103,9 +105,9 @@ class EvaluationBatches:
             return None
         if shardings is None:
             # A JAX array, a shape or a Python number stays as it is.
-            is_host = (np.ndarray, np.generic)
+            on_host = (np.ndarray, np.generic)
             return jax.tree.map(
-                lambda leaf: _device_shape(leaf) if isinstance(leaf, is_host) else leaf, args
+                lambda leaf: _device_shape(leaf) if isinstance(leaf, on_host) else leaf, args
             )
         return _map_leaves(_device_shape, args, shardings)
 
@@ -117,20 +119,20 @@ class EvaluationBatches:
             # It is read again by the evaluation: a hook may change it until then.
             return trees.batch_to_args(copy_batch(batches[0]))
         if self._is_iterator or not hasattr(batches, "__iter__") or hasattr(batches, "state_dict"):
-            return None  # to read it would change its position
-        if self._begun is None:
+            return None  # reading it would change its position
+        if self._read_ahead is None:
             iterator = iter(batches)
-            self._begun = copy_batch(next(iterator)), iterator
-        return trees.batch_to_args(self._begun[0])
+            self._read_ahead = copy_batch(next(iterator)), iterator
+        return trees.batch_to_args(self._read_ahead[0])
 
     def first_hash(self) -> str | None:
         """Return a hash of the first batch; None if unknown, or if each process has its own."""
         if not processes.is_single_process():
             return None
         # Read once: this is called in another thread than `_items`, which sets it to None.
-        begun = self._begun
-        if begun is not None:
-            batch = begun[0]
+        read_ahead = self._read_ahead
+        if read_ahead is not None:
+            batch = read_ahead[0]
         elif isinstance(self.source, BatchSequence | Sequence):
             batch = copy_batch(self.source[0])
         else:
@@ -138,9 +140,9 @@ class EvaluationBatches:
         return hash_batch(batch).content
 
     def _items(self) -> Iterator[Any]:
-        if self._begun is not None:  # no batch of a loader is read twice
-            first, others = self._begun
-            self._begun = None
+        if self._read_ahead is not None:  # no batch of a loader is read twice
+            first, others = self._read_ahead
+            self._read_ahead = None
             return itertools.chain([first], others)
         if self._is_iterator and not hasattr(self.source, "__iter__"):  # some only have __next__
             return map(next, itertools.repeat(self.source))
@@ -194,6 +196,7 @@ def check_sharding(batch_sharding: object) -> None:
     def is_leaf(leaf: object) -> bool:
         return isinstance(leaf, PartitionSpec) or is_axes(leaf)
 
+    # Names of axes are checked once the state is known, whose mesh has them.
     others = jax.tree.map(
         lambda leaf: None if is_axes(leaf) else leaf, batch_sharding, is_leaf=is_leaf
     )
@@ -201,9 +204,9 @@ def check_sharding(batch_sharding: object) -> None:
 
 
 def batch_shardings(batch_sharding: object, state: Tree) -> Any:
-    return (
-        None if batch_sharding is None else as_shardings(shardings_of_axes(batch_sharding, state))
-    )
+    if batch_sharding is None:
+        return None
+    return as_shardings(shardings_of_axes(batch_sharding, state))
 
 
 def place_batches(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any, ...]]:
@@ -230,6 +233,7 @@ def place_batches(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any
 
 
 def num_examples(args: Any) -> int | str:
+    """Return the number of examples of a batch, or why it is unknown."""
     sizes = trees.leading_sizes(args)
     if not sizes:
         return "no argument has a leading axis of examples"
@@ -241,18 +245,22 @@ def num_examples(args: Any) -> int | str:
 def _map_leaves(
     fn: Callable[[Any, Any], Any], args: tuple[Any, ...], shardings: Tree
 ) -> tuple[Any, ...]:
-    batch = args if trees.is_plain_tuple(shardings) or len(args) != 1 else args[0]
-    leaf_shardings = jax.tree.broadcast(shardings, batch, is_leaf=lambda x: isinstance(x, Sharding))
-    return tuple(jax.tree.map(fn, args, leaf_shardings if batch is args else (leaf_shardings,)))
+    def over(batch: Any) -> Any:
+        return jax.tree.broadcast(shardings, batch, is_leaf=lambda x: isinstance(x, Sharding))
+
+    # Shardings that are no tuple are those of the only argument.
+    is_of_args = trees.is_plain_tuple(shardings) or len(args) != 1
+    leaf_shardings = over(args) if is_of_args else (over(args[0]),)
+    return tuple(jax.tree.map(fn, args, leaf_shardings))
 
 
 class _Group(NamedTuple):
-    """The next batches of this process, of which all processes are told at once.
+    """The next batches of this process, whose numbers of rows are exchanged together.
 
     Attributes:
-        batches: Those that were fetched; fewer than `counts` if they have ended, or if fetching
-            failed.
-        counts: The number of rows of each batch, or what is in its place.
+        batches: The batches that were fetched; fewer than `counts` if they have ended, or if
+            fetching failed.
+        counts: The number of rows of each batch, or `_ENDED`, `_FAILED` or `_GLOBAL`.
         failure: Why fetching failed.
     """
 
@@ -327,15 +335,19 @@ def _fetch_group(batches: Iterator[tuple[Any, ...]], size: int) -> _Group:
     except Exception as error:
         # Not raised before the others know it: they would wait for the numbers of this process
         # forever.
-        return _Group(found, [*counts, *[_FAILED] * (size - len(counts))], error)
-    return _Group(found, [*counts, *[_ENDED] * (size - len(counts))], None)
+        counts += [_FAILED] * (size - len(counts))
+        return _Group(found, counts, error)
+    counts += [_ENDED] * (size - len(counts))
+    return _Group(found, counts, None)
 
 
 def _number_of_rows(args: tuple[Any, ...]) -> int:
     leaves = jax.tree.leaves(args)
     if any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves):
         return _GLOBAL
-    rows = num_examples(args) if any(map(np.ndim, leaves)) else 0
+    if not any(map(np.ndim, leaves)):
+        return 0
+    rows = num_examples(args)
     if isinstance(rows, str):
         raise ValueError(f"batches: {rows}")
     return rows
@@ -353,7 +365,7 @@ def _global(counts: np.ndarray[Any, Any], rows: Tree, sharding: object) -> jax.A
     are_equal = counts[0] and (counts == counts[0]).all()
     if are_equal and fitting(sharding, shape).spec == sharding.spec:
         return place_rows(rows, sharding)
-    # Parts of different sizes are no shards of one array: each process gets the rows of all.
+    # Parts of different sizes cannot be shards of one array: each process gets the rows of all.
     parts = _gather_rows(rows, counts)
     return _place_whole(np.concatenate([parts[process] for process in owners]), sharding)
 

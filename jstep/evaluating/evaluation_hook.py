@@ -45,7 +45,7 @@ from jstep.training.metrics import Metrics
 
 _CALLBACKS = "EvaluationHook(callbacks=…)"
 _METHODS_OF_CALLBACKS = ("begin", "before_save", "get_state", "set_state", "close")
-"""What is called of a callback that is an object."""
+"""The methods that are called on a callback that is an object."""
 
 EvaluationCallback = Callable[[int, TrainState, Mapping[str, Any]], "bool | TrainState | None"]
 
@@ -211,14 +211,18 @@ class EvaluationHook(RunHook):
         return set_states(self._callbacks, value["callbacks"], _CALLBACKS)
 
     def _call_at_start(self, step: int, state: TrainState) -> Any:
-        return self._evaluate_at(step, state, is_scheduled=False) if self._evaluates_first else None
+        if not self._evaluates_first:
+            return None
+        return self._evaluate_at(step, state, is_scheduled=False)
 
     def _call_again(self, step: int, state: TrainState) -> Any:
         """Repeat the evaluation of this step that a signal interrupted."""
         if not self._was_interrupted(step):
             return None
         result = self._evaluate_at(step, state, is_scheduled=True)
-        return True if self._was_interrupted(step) else result  # interrupted again
+        if self._was_interrupted(step):  # again, which ends the run
+            return True
+        return result
 
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         return self._evaluate_at(step, state, is_scheduled=True)
@@ -258,8 +262,8 @@ class EvaluationHook(RunHook):
     def _evaluate_at(self, step: int, state: TrainState, is_scheduled: bool) -> Any:
         """Evaluate and report the results; return what callbacks want of the run."""
         # If a signal abandons this evaluation, the checkpoint of this step records it, for
-        # `_call_again`. Not one that is not scheduled: that of the end is made again with the whole
-        # end, and that before the first step is made by a fresh run only.
+        # `_call_again`. Unscheduled ones need no record: the one at the end is repeated with the
+        # whole end, and only a fresh run makes the one before the first step.
         self._interrupted_step = step if is_scheduled else None
         try:
             results = self._results_of(state)
@@ -303,12 +307,12 @@ class EvaluationHook(RunHook):
         if self._callbacks and not processes.is_single_process():
             # Callbacks decide from these, and a user's function may return other numbers on another
             # process.
-            return {**results, **_broadcast_from_0(results)}
+            return {**results, **_numbers_of_process_0(results)}
         return results
 
     def _report(self, step: int, results: Mapping[str, Any]) -> None:
         if self._restored_step != step:
-            # A run that goes on has its own results alone.
+            # From here on, `results` has only those of this start.
             self.results.pop(self._restored_step, None)
         self.results[step] = results
         named = {f"{self.prefix}/{name}": value for name, value in results.items()}
@@ -361,7 +365,7 @@ register_format(
 )
 
 
-# What observers call of it beside the methods of `Hook`.
+# What observers call beside the methods of `Hook`.
 
 
 def newest_results(hook: EvaluationHook) -> dict[str, Any] | None:
@@ -384,13 +388,15 @@ def best_checkpoints(hook: EvaluationHook) -> dict[str, Best]:
     """Return the best checkpoints that callbacks keep, by the logged name of their metric."""
     found = {}
     for name, callback in watched_metrics(hook):
-        best = best_on_disk(callback) if isinstance(callback, KeepBest) else None
+        if not isinstance(callback, KeepBest):
+            continue
+        best = best_on_disk(callback)
         if best is not None:
             found[name] = best
     return found
 
 
-def _broadcast_from_0(values: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers_of_process_0(values: Mapping[str, Any]) -> dict[str, Any]:
     numbers = {name: repr(float(value)) for name, value in read_values(numbers_in(values)).items()}
     shared = processes.broadcast_bytes(json.dumps(numbers).encode())
     return {name: float(value) for name, value in json.loads(shared).items()}

@@ -110,7 +110,8 @@ class MetricTotals:
         for metric in metrics:
             is_object = metric.kind == OBJECT
             total = self._totals.setdefault(metric.name, metric.value if is_object else [])
-            if is_object == isinstance(total, list):
+            was_object = not isinstance(total, list)
+            if is_object != was_object:
                 raise TypeError(
                     f"metric_fn: the metric {metric.name!r} is an object in some "
                     "batches: must be in all"
@@ -149,8 +150,9 @@ class MetricTotals:
 
 def _sum(value: object) -> int | float:
     numbers = read_value(value).ravel()
-    exact = numbers if numbers.dtype.kind in "biu" else numbers.astype(np.float64)
-    return _total(exact.tolist())
+    if numbers.dtype.kind not in "biu":
+        numbers = numbers.astype(np.float64)
+    return _total(numbers.tolist())
 
 
 def _total(numbers: Sequence[Any]) -> int | float:
@@ -216,11 +218,12 @@ def _require_like(value: object, total: object, what: str, must: str) -> None:
         )
 
 
-def _numbers_of(name: str, total: object) -> dict[str, float]:
+def _numbers_of(name: str, total: Any) -> dict[str, float]:
     try:
-        computed = (
-            _mean(total) if isinstance(total, list) else jax.tree.map(local_copy, total).compute()
-        )
+        if isinstance(total, list):
+            computed = _mean(total)
+        else:
+            computed = jax.tree.map(local_copy, total).compute()
     except Exception as error:
         note(error, f"metric_fn: in compute of the metric {name!r}")
         raise
@@ -235,6 +238,7 @@ def _numbers_of(name: str, total: object) -> dict[str, float]:
             raise TypeError(
                 f"{what} {describe_type(value)}{place}: must be a number, or a dict of numbers"
             )
+        full_name = name if key is None else f"{name}/{key}"
         with internal_transfers():
-            numbers[name if key is None else f"{name}/{key}"] = float(read_value(value))
+            numbers[full_name] = float(read_value(value))
     return numbers

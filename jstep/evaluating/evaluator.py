@@ -65,9 +65,9 @@ Evaluate: TypeAlias = Callable[[TrainState], dict[str, float]]
 
 
 def _remember(evaluate: Evaluate, call: RecordedCall) -> Evaluate:
-    return (
-        dataclasses.replace(evaluate, made_by=call) if isinstance(evaluate, Evaluator) else evaluate
-    )
+    if not isinstance(evaluate, Evaluator):
+        return evaluate
+    return dataclasses.replace(evaluate, made_by=call)
 
 
 @record_calls(_remember, 2)
@@ -200,8 +200,11 @@ class Evaluator:
 
     def check(self, state: TrainState) -> list[str] | None:
         self._check_state(state)
-        raw = as_average_names(self.use_averages) is None
-        params: Any = self._evaluated(state) if raw else jax.eval_shape(self._evaluated, state)
+        params: Any
+        if as_average_names(self.use_averages) is None:
+            params = self._evaluated(state)
+        else:
+            params = jax.eval_shape(self._evaluated, state)
         if not processes.is_single_process():
             return None
         args = self.batches.first_shapes(batch_shardings(self.batch_sharding, state))
@@ -213,10 +216,10 @@ class Evaluator:
     def _evaluated(self, state: TrainState) -> "Evaluated":
         arguments = {}
         for prefix, averages in _settings_by_prefix(self.use_averages).items():
-            model_state = (
-                _model_state_of(state, averages, self.warn_once) if self.has_model_state else ()
-            )
-            arguments[prefix] = (_params_of(state, averages), *model_state)
+            values: tuple[Any, ...] = (_params_of(state, averages),)
+            if self.has_model_state:
+                values += (_model_state_of(state, averages, self.warn_once),)
+            arguments[prefix] = values
         return arguments
 
     def _check_state(self, state: TrainState) -> None:
@@ -366,7 +369,7 @@ def _schedule_free(state: TrainState) -> Any:
 
 def _model_state_of(
     state: TrainState, use_averages: bool | str | Sequence[str], warn: Callable[[str], None]
-) -> tuple[Any, ...]:
+) -> Any:
     if MODEL_STATE not in state.slots:
         raise ValueError(
             "has_model_state=True: the state has no model state; create it with "
@@ -375,10 +378,10 @@ def _model_state_of(
     names = as_average_names(use_averages)
     if names is not None:
         with contextlib.suppress(ValueError), internal_transfers():
-            return (averaged_model_state(state, names),)
+            return averaged_model_state(state, names)
         if any(map(trees.is_trainable, jax.tree.leaves(state.model_state))):
             warn(_RAW)
-    return (state.model_state,)
+    return state.model_state
 
 
 _RAW = (

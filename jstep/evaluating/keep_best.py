@@ -273,14 +273,16 @@ class KeepBest(MetricReader):
 
     def _is_own(self, record: BestRecord) -> bool:
         # A run that does not resume has a new name, so that it finds none.
-        return (
-            record.run is not None and self._run is not None and record.run == self._run.origin.name
-        )
+        if record.run is None or self._run is None:
+            return False
+        return record.run == self._run.origin.name
 
     def _is_lost(self, step: int) -> bool:
-        return (
-            self._run is not None and self._run.origin.is_restored and step > self._run.origin.step
-        )
+        """Whether a checkpoint of this run is beyond the step from which it resumes."""
+        if self._run is None:
+            return False
+        origin = self._run.origin
+        return origin.is_restored and step > origin.step
 
     def _warn_of_config(self, saver: Saver) -> None:
         best = self._best_step()
@@ -409,15 +411,13 @@ class KeepBest(MetricReader):
         if self._are_averages:
             extra["averages"] = True
         extra[self.metric] = value
-        record = BestRecord(
-            self.metric, value, self._mode, None if self._run is None else self._run.origin.name
-        )
+        run_name = None if self._run is None else self._run.origin.name
+        record = BestRecord(self.metric, value, self._mode, run_name)
+        full_extra = as_checkpoint_extra(extra)._replace(finite=is_finite, best=record)
         self._saving_step = step
         self._foreign_steps.discard(step)
         with internal_transfers():
-            saver.save(
-                state, extra=as_checkpoint_extra(extra)._replace(finite=is_finite, best=record)
-            )
+            saver.save(state, extra=full_extra)
         data = self._data_hash()
         if data is not None:
             self._measured_on[step] = data
@@ -479,7 +479,7 @@ class KeepBest(MetricReader):
             self._run.best_failed(self, error)
 
     def _next_run_save(self) -> int:
-        """The number of the next save of the run, which holds all that this evaluation changes."""
+        """The number of the next save of the run, which has all changes of this evaluation."""
         run = self._run
         if run is None or run.saver is None:
             return 0
@@ -490,7 +490,7 @@ class KeepBest(MetricReader):
 
         A start that resumes from before this evaluation has to find what was the best then.
         """
-        made_before = self._own_saves.pop(step, 0)
+        following_save = self._own_saves.pop(step, 0)
         del self.values[step]
         self._saved.paths.pop(step, None)
         run = self._run
@@ -498,8 +498,9 @@ class KeepBest(MetricReader):
             self._delete(step)
             return
         published = engine_of(run.saver).published
-        is_made_again = made_before > (0 if published is None else published.number)
-        if is_made_again:  # by each start that could use it
+        published_number = 0 if published is None else published.number
+        if following_save > published_number:
+            # Each start that resumes now makes it again: no checkpoint of the run follows it.
             self._delete(step)
         else:
             self._superseded[step] = self._next_run_save()
@@ -508,8 +509,7 @@ class KeepBest(MetricReader):
         """Delete the checkpoints that no restart needs any more."""
         run = self._run
         if run is None or run.saver is None:
-            # Those that were too many at the start: this run takes their place when it has saved
-            # one.
+            # These were beyond `max_to_keep` at the start. They go once a new one is saved.
             if self._saving_step is not None:
                 self._delete_all(self._superseded)
             return
@@ -528,7 +528,7 @@ class KeepBest(MetricReader):
     def _delete(self, step: int) -> None:
         """Delete a checkpoint, once the newest one is on disk; only the first process does.
 
-        One that cannot be deleted is in the way of nothing, so that is only logged.
+        A failure is only logged, as a checkpoint too many does no harm.
         """
         saver = self._saver
         if saver is None or not processes.is_process_0() or step in self._foreign_steps:
@@ -598,7 +598,7 @@ class KeepBest(MetricReader):
             self._saver = None
             saver.close()
         if self._failed is not None and not had_failed:
-            raise self._failed.error  # the run has ended, and raises it no more
+            raise self._failed.error  # the run has ended, and would not raise it
 
 
 register_format(

@@ -214,14 +214,14 @@ def test_the_hash_of_the_data_is_that_of_the_first_batch_while_an_evaluation_tak
         _is_taken = False
 
         @property
-        def _begun(self):
+        def _read_ahead(self):
             begun = self.kept
             if self._is_taken:
                 self.kept = None
             return begun
 
-        @_begun.setter
-        def _begun(self, begun):
+        @_read_ahead.setter
+        def _read_ahead(self, begun):
             self.kept = begun
 
     batches = Taken(Loader())

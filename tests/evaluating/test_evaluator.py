@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from positioned import Positioned
 
 import jstep
-from jstep.evaluating.evaluation_hook import _broadcast_from_0
+from jstep.evaluating.evaluation_hook import _numbers_of_process_0
 
 X = np.random.default_rng(0).normal(size=(23, 3)).astype(np.float32)
 W = np.array([1.0, -2.0, 0.5], np.float32)
@@ -138,7 +138,7 @@ def test_integer_sums_beyond_int32_are_exact():
 def test_callbacks_of_all_processes_see_the_numbers_of_process_0(monkeypatch):
     three = Fellows(monkeypatch, 3)
     found = three.each(
-        lambda i: _broadcast_from_0(
+        lambda i: _numbers_of_process_0(
             {"a": np.float32(0.1 + i), "b": i + 1e-17, "text": str(i), "c": jnp.int32(i)}
         )
     )
