@@ -18,7 +18,7 @@ _LONGEST_GAP = 30.0
 _SHORTEST_GAP = 1.0
 """Seconds between two exchanges at the end of a period; at most a tenth of the period."""
 _SLOWER = 10
-"""By this factor may steps become slower without ending the period late, but for a gap."""
+"""Steps may become slower by this factor without ending a period late, except by its last gap."""
 
 
 class AgreedClock:
@@ -31,7 +31,7 @@ class AgreedClock:
 
     Args:
         secs: The seconds of a period, or a function that returns those of the current one; it is
-            asked at each exchange, as they may grow.
+            called at each exchange, as they may grow.
         clock: Returns seconds.
     """
 
@@ -43,7 +43,7 @@ class AgreedClock:
         self._latest: _Exchange | None = None
 
     def due(self, step: int) -> bool:
-        """Return whether the period is over; all processes must ask after each call."""
+        """Return whether the period is over; all processes must call this after each call."""
         if step < self._next_exchange:
             return False
         exchange = _Exchange(step, self._clock())
@@ -62,10 +62,7 @@ class AgreedClock:
         self._next_exchange = 0
 
     def _steps_to_next(self, exchange: _Exchange, secs: float, left: float) -> int:
-        """Return after how many steps the next exchange follows.
-
-        `left` seconds are left of a period of `secs`.
-        """
+        """Return the number of steps to the next exchange; the period ends in `left` seconds."""
         if left <= 0 or self._latest is None:
             return 1
         # The host runs ahead of the device, but each exchange waits for it. So the seconds since

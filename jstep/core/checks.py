@@ -253,8 +253,10 @@ def can_take(fn: Callable[..., Any], arguments: int) -> bool:
     """Whether a function accepts that many positional arguments, or has no known signature."""
     try:
         inspect.signature(fn).bind(*[None] * arguments)
-    except (TypeError, ValueError) as error:
-        return isinstance(error, ValueError)  # a built-in without one
+    except TypeError:
+        return False
+    except ValueError:  # a built-in without a known signature
+        return True
     return True
 
 

@@ -81,7 +81,7 @@ def prepare_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 _NEVER_CONVERTED: set[type] = set()
 """The types of device arrays seen so far: `isinstance` takes a microsecond."""
-# Of all integers at once: a third of the time of their smallest and largest.
+# The bits that any of the integers has, in a third of the time of their minimum and maximum.
 _any_bits = np.bitwise_or.reduce
 
 
@@ -114,10 +114,10 @@ _type_of_array = operator.attrgetter("aval")
 
 
 def flat_batch_types(batch: Any) -> Any:
-    """Return a key of the types of a batch: a device array, or a plain tuple or dict of these.
+    """Return a key of the types of a batch of device arrays: one, or a plain tuple or dict of them.
 
-    None for any other batch. It runs at each step, and takes a third of the time in which a batch
-    is flattened, compared and built again.
+    None for any other batch. It runs at each step, and takes a third of the time of
+    flattening, comparing and rebuilding the batch.
     """
     kind = type(batch)
     names = None
@@ -192,21 +192,23 @@ def as_scalar(
     if np.ndim(value):
         remedy = "map over several values with jax.vmap"
         raise ValueError(f"{argument}: must be a scalar, got shape {np.shape(value)}; {remedy}")
-    mesh_value = copy_to_host(value)
-    with internal_transfers():
-        concrete = trees.concrete(value) if mesh_value is None else mesh_value
+    concrete = copy_to_host(value)
+    is_on_mesh = concrete is not None
+    if not is_on_mesh:
+        with internal_transfers():
+            concrete = trees.concrete(value)
     if concrete is None:
         return value
     number = as_number(concrete.item(), argument, expected=wanted, meaning=meaning, **bounds)
     # An array on a mesh becomes a number, which fits arrays anywhere.
-    if isinstance(value, jax.Array) and mesh_value is None:
+    if isinstance(value, jax.Array) and not is_on_mesh:
         return value
     return int(concrete) if integer else number
 
 
 def floating_dtype(dtype: DTypeLike, argument: str, min_bytes: int = 1) -> Any:
     try:
-        result = np.dtype("none" if dtype is None else dtype)  # None would be float64
+        result = None if dtype is None else np.dtype(dtype)  # `np.dtype(None)` is float64
     except TypeError:
         result = None
     if result is None or not trees.is_floating(result) or result.itemsize < min_bytes:

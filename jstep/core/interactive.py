@@ -16,7 +16,7 @@ def is_notebook() -> bool:
 
 
 def _shell() -> Any:
-    # IPython is not imported for this: whoever is in it has done so.
+    # IPython is not imported for this: a program that runs in it has imported it.
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return None if get_ipython is None else get_ipython()
 

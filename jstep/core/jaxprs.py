@@ -484,7 +484,7 @@ def _find_difference(a: Any, b: Any, different_inputs: set[int]) -> tuple[Any, .
     different = {var for var, x, y in consts if hasher.text(x) != hasher.text(y)}
     different |= {var for i, var in enumerate(jaxpr_a.invars) if i in different_inputs}
     for eqn_a, eqn_b in zip(jaxpr_a.eqns, jaxpr_b.eqns, strict=False):
-        # Another operation is one too many or too few, and all that follow differ.
+        # Another operation was added or removed here, and all that follow differ.
         if _name(eqn_a) != _name(eqn_b) or len(eqn_a.invars) != len(eqn_b.invars):
             return (eqn_a,)
         changed: set[int] = set()
@@ -499,7 +499,7 @@ def _find_difference(a: Any, b: Any, different_inputs: set[int]) -> tuple[Any, .
                 changed.add(i)
         programs = zip(_programs_with_consts(eqn_a), _programs_with_consts(eqn_b), strict=False)
         for inner_a, inner_b in programs:
-            # Not those of a while.
+            # A while or a cond passes only some of its inputs to each of its programs.
             has_same_inputs = len(getattr(inner_a, "jaxpr", inner_a).invars) == len(eqn_a.invars)
             inner = _find_difference(inner_a, inner_b, changed if has_same_inputs else set())
             if inner:
@@ -518,7 +518,7 @@ def hash_strings(*parts: str) -> str:
 
 
 class _Hasher:
-    """Texts of programs, their parameters and constants; a repeated program is hashed once."""
+    """Makes texts of programs, parameters and constants; hashes a repeated program once."""
 
     def __init__(self) -> None:
         # By the id of a program, which the outermost one keeps alive.
@@ -631,7 +631,7 @@ FACTORIZATIONS = frozenset([
 
 
 def factorization_flops(eqn: Any) -> dict[str, float]:
-    """Return the operations of the factorizations and solves in an operation, by name.
+    """Return the FLOPs of the factorizations and solves in an operation, by name.
 
     Leading terms of the usual algorithms (Golub and Van Loan, "Matrix Computations", 4th edition),
     m ≥ n, for k right sides. Those of iterative ones (eigh, eig, schur, svd) depend on the values.
@@ -644,11 +644,13 @@ def factorization_flops(eqn: Any) -> dict[str, float]:
                 for kind, count in factorization_flops(inner).items():
                     flops[kind] = flops.get(kind, 0) + count
         return flops
-    aval = eqn.invars[0].aval
-    m, n = sorted(aval.shape[-2:], reverse=True) if aval.ndim > 1 else (*aval.shape, 1)
-    batch = math.prod(aval.shape[:-2])
     if name == "tridiagonal_solve":
         return {name: 8.0 * math.prod(eqn.invars[-1].aval.shape)}
+    aval = eqn.invars[0].aval
+    batch = math.prod(aval.shape[:-2])
+    n, m = 1, aval.shape[0]
+    if aval.ndim > 1:
+        n, m = sorted(aval.shape[-2:])
     qr = 2 * m * n**2 - 2 / 3 * n**3
     svd = 2 * m * n**2 + 2 * n**3
     if eqn.params.get("compute_uv", True):
@@ -666,8 +668,8 @@ def factorization_flops(eqn: Any) -> dict[str, float]:
         "hessenberg": 10 / 3 * n**3,
         "tridiagonal": 4 / 3 * n**3,
     }
-    is_complex = np.issubdtype(aval.dtype, np.complexfloating)
-    return {name: float(batch * counts[name] * (4 if is_complex else 1))}
+    real_flops = 4 if np.issubdtype(aval.dtype, np.complexfloating) else 1
+    return {name: float(batch * counts[name] * real_flops)}
 
 
 def loops_in(eqn: Any) -> int:

@@ -68,9 +68,9 @@ _WARNED: contextvars.ContextVar[tuple[_Texts, ...]] = contextvars.ContextVar(
 def warning_once() -> Iterator[None]:
     """Log each warning of `log_once` once within the block, which is a run.
 
-    Runs that generators hold may end in another order than they began in. So a run takes out its
-    own texts and does not set back what it found: that would leave those of a run that has ended,
-    which later warnings would be missing from.
+    Runs that generators hold may end in another order than they began in. So a run removes its own
+    texts, and does not reset the variable: what it found may include the texts of a run that has
+    ended since.
     """
     texts = _Texts()
     _WARNED.set((*_WARNED.get(), texts))

@@ -93,10 +93,11 @@ def mesh_of(tree: Tree) -> Mesh | None:
     for leaf in jax.tree.leaves(tree):
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             continue
-        if not isinstance(leaf, jax.core.Tracer):
-            mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
-            if isinstance(mesh, Mesh) and not mesh.empty:
-                return mesh
+        if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf.sharding, NamedSharding):
+            continue
+        mesh = leaf.sharding.mesh
+        if isinstance(mesh, Mesh) and not mesh.empty:
+            return mesh
     return None
 
 
@@ -105,7 +106,9 @@ def sharding_on_mesh(leaf: object) -> NamedSharding | None:
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return None
     sharding = jax.typeof(leaf).sharding if is_traced(leaf) else leaf.sharding
-    return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return None
+    return sharding
 
 
 def copy_to_host(value: object) -> np.ndarray[Any, Any] | None:
@@ -134,7 +137,9 @@ def using_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     current = current_mesh()
     if current is None:
         return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
-    return contextlib.nullcontext() if current == mesh else jax.set_mesh(mesh)
+    if current == mesh:
+        return contextlib.nullcontext()
+    return jax.set_mesh(mesh)
 
 
 def overriding_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
@@ -341,11 +346,15 @@ def supports_meshes(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]
     return decorated
 
 
-def _argument_at(arguments: object, name: str) -> Any:
-    # None if it is missing, which the function itself will report.
-    return functools.reduce(
-        lambda value, part: getattr(value, part, None), name.split("."), arguments
-    )
+def _argument_at(arguments: Any, path: str) -> Any:
+    """Return an argument or its attribute, such as `state.params`.
+
+    None if it is missing, which the function itself will report.
+    """
+    value = arguments
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 class AxesFallback:

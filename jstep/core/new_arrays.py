@@ -87,7 +87,9 @@ def _is_transferable(leaf: Any) -> bool:
     # that is the name of a platform is no device, and is left to JAX.
     config: Any = jax.config
     default = config.jax_default_device
-    return leaf.devices() == {jax.local_devices()[0] if default is None else default}
+    if default is None:
+        default = jax.local_devices()[0]
+    return leaf.devices() == {default}
 
 
 def _is_made_on_host(leaf: jax.Array, dtype: DTypeLike) -> bool:

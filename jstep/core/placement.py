@@ -78,7 +78,7 @@ def is_on_cpus(array: Any) -> bool:
 
 
 def array_kind(array: jax.Array) -> Any:
-    """Return what arrays have in common that one program handles alike."""
+    """Return a key that is equal for arrays that one compiled program can handle."""
     return array.shape, array.dtype, array.committed and array.sharding
 
 

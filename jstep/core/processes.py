@@ -23,8 +23,8 @@ from jstep.core.threads import AGREEING, doing
 _HEAD = 1024
 """The bytes of the message that each exchange begins with."""
 _KIND = 64
-"""Those of them that say what is exchanged; eight for the size of the data follow, and then its
-first bytes."""
+"""The bytes of its head that name the kind of exchange. The size of the data follows, in eight
+bytes, and then the first bytes of the data."""
 _T = TypeVar("_T")
 
 
@@ -33,7 +33,7 @@ def is_single_process() -> bool:
 
 
 def is_process_0() -> bool:
-    """Whether this is the process that writes what is written once: logs, records, whole files."""
+    """Whether this is the process that writes logs, records and whole files, for all processes."""
     return jax.process_index() == 0
 
 
@@ -42,15 +42,15 @@ def is_process_0() -> bool:
 # JAX counts calls of its synchronization point over the lifetime of a process: this is global, too.
 _calls = itertools.count(1)
 _has_stopped = threading.Event()
-"""Set when the preemption service has stopped a run, which it can do only once; or was asked to,
-but too late."""
+"""Set once the preemption service has stopped a run, or was asked to but too late. It stops only
+one."""
 
 
 def should_stop() -> bool:
     """Return whether all processes must stop after this call, because one of them received SIGTERM.
 
-    All must ask after each call of the train step. It queries JAX's preemption service, without
-    device work.
+    All must call this after each call of the train step. It queries JAX's preemption service,
+    without device work.
     """
     try:
         with doing(AGREEING):
@@ -88,9 +88,9 @@ def request_stop() -> None:
 def _service() -> Any:
     """Return the client of JAX's coordination service; None if there is none.
 
-    It is private, an exception to our rule, as JAX has no public function for it. Without it
-    (another JAX, or processes that were not started by `jax.distributed`), the callers find another
-    way.
+    This reads a private attribute, an exception to our rule, as JAX has no public function for it.
+    Without a client (another JAX, or processes that were not started by `jax.distributed`), the
+    callers find another way.
     """
     distributed = getattr(multihost_utils, "distributed", None)
     return getattr(getattr(distributed, "global_state", None), "client", None)
@@ -231,7 +231,7 @@ def broadcast_bytes(data: bytes) -> bytes:
     (size,) = broadcast_ints(len(data))
     if size == 0:
         return b""
-    # On the other processes, what is sent only needs the same shape.
+    # The data of the other processes is ignored, and needs only the same shape.
     padded = np.frombuffer(data[:size].ljust(size, b"\0"), np.uint8)
     with internal_transfers(), doing(AGREEING):
         return np.asarray(multihost_utils.broadcast_one_to_all(padded)).astype(np.uint8).tobytes()
@@ -252,9 +252,9 @@ def _gathered(values: np.ndarray[Any, Any], what: str = "numbers") -> np.ndarray
 def _exchange(kind: str, data: bytes) -> list[bytes]:
     """Return the data of each process.
 
-    Its first message has the same shape whatever is exchanged, and says what that is. So processes
-    that are not at the same place in their program find it out, and do not wait for each other for
-    ever in programs that do not fit.
+    The first message has one shape for all kinds of exchanges, and names its kind. So processes
+    that have reached different exchanges get an error, and do not wait forever in collectives that
+    do not match.
 
     Raises:
         RuntimeError: Another process exchanges something else.
@@ -282,7 +282,7 @@ def _exchange(kind: str, data: bytes) -> list[bytes]:
 
 
 def _gather_bytes(data: bytes) -> list[bytes]:
-    """Return the bytes of each process, of which all have equally many."""
+    """Return the bytes of each process; all must pass the same number of bytes."""
     with internal_transfers(), doing(AGREEING):
         rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(data, np.uint8)))
     return [row.tobytes() for row in rows]

@@ -79,8 +79,8 @@ def show_in(package: str, value: object) -> None:
 def is_public(named: Any) -> bool:
     root = sys.modules["jstep"]
     name = named.__qualname__
-    # Asked of the list first: for a name that the package does not have, `getattr` would compose an
-    # error with hints.
+    # The list first: for a name that the package does not have, `getattr` would compose an error
+    # with hints.
     return name in root.__all__ and getattr(root, name) is named
 
 
@@ -105,7 +105,7 @@ def set_public_module(namespace: dict[str, Any]) -> None:
 
 
 def find_hint(typed: str) -> str:
-    """Say what to type in place of what only other libraries have; empty if no table knows it.
+    """Return a hint at jstep's equivalent of a name of another library; empty if unknown.
 
     Forms: `AdamOptimizer`, `Optimizer.minimize`, `minimize(global_step=)`, `(use_locking=)`,
     `apply_gradients()`.
@@ -144,22 +144,20 @@ def explain_call(
     remedies = {name: find_hint(f"{owner}({name}=)") or find_hint(f"({name}=)") for name in unknown}
     known = {name: remedy for name, remedy in remedies.items() if remedy}
     if len(unknown) > 1 and known:
-        # Python names only the first of them. Who types `b1=0.9, b2=0.99, eps=1e-8` learns all
-        # three at once.
+        # Python names only the first of them. After `b1=0.9, b2=0.99, eps=1e-8` a user learns all
+        # three names together.
         return "".join(f"{remedy} for {name}" for name, remedy in known.items())
     if known:
         return known[unknown[0]]
-    suggestion = _suggest_argument(unknown[0], signature) or find_hint(f"{owner}()")
-    if suggestion:
-        return suggestion
+    nearest = difflib.get_close_matches(unknown[0], signature.parameters, n=1, cutoff=_SPELLING)
+    if nearest:
+        return f". Did you mean {nearest[0]!r}?"
+    hint = find_hint(f"{owner}()")
+    if hint:
+        return hint
     # The function has explained it by itself, such as a schedule that is given TF's global_step.
     is_explained = "; " in str(error)
     return "" if is_explained else _list_arguments(signature)
-
-
-def _suggest_argument(name: str, signature: inspect.Signature) -> str:
-    nearest = difflib.get_close_matches(name, signature.parameters, n=1, cutoff=_SPELLING)
-    return f". Did you mean {nearest[0]!r}?" if nearest else ""
 
 
 _SPELLING = 0.8
@@ -197,8 +195,8 @@ def explains_attributes(cls: type[_T], *, owner: str = "", typed: str = "") -> t
     """Class decorator: errors of other libraries' attributes say what to type, and old names work.
 
     Args:
-        owner: What the error calls an object; by default that of its class.
-        typed: The name that the table has for the class; by default its own.
+        owner: What the error calls an object; by default the name of its class.
+        typed: The name of the class in the table of hints; by default its own.
     """
 
     def missing(self: object, name: str) -> Any:

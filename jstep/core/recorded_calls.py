@@ -62,7 +62,9 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
 def _copied(value: Any) -> Any:
     if type(value) is dict:
         return {key: _copied(item) for key, item in value.items()}
-    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return value
 
 
 def record_calls(
@@ -131,6 +133,8 @@ explains_attributes(RememberedFunction, owner="a schedule", typed="Schedule")
 
 
 class ShownAsTyped:
+    """An object whose `repr` is the call that made it."""
+
     _made: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -161,9 +165,10 @@ def as_typed(value: Any) -> str:
     if isinstance(value, jax.Array | np.ndarray):
         return array_type(value.shape, value.dtype)
     name = getattr(value, "__name__", None)
-    text = (
-        name if callable(value) and isinstance(name, str) else format_value(value, MAX_TEXT_LENGTH)
-    )
+    if callable(value) and isinstance(name, str):
+        text = name
+    else:
+        text = format_value(value, MAX_TEXT_LENGTH)
     # A default `repr` has the address of the object.
     return f"{type(value).__name__}(…)" if " at 0x" in text else text
 

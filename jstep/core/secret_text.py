@@ -45,5 +45,7 @@ def describe_error(error: BaseException) -> str:
     """Return, in short, an OS error's reason and file, or the kind and text of another error."""
     text = f"{type(error).__name__}: {error_text(error)}"
     if isinstance(error, OSError) and error.strerror:
-        text = error.strerror + (f": {printable(error.filename)}" if error.filename else "")
+        text = error.strerror
+        if error.filename:
+            text += f": {printable(error.filename)}"
     return truncate(text, 500)

@@ -59,7 +59,9 @@ def select_leaves(
     `frozen` marks leaves of a `partition`.
     """
     wanted = flags(params, var_list, argument)
-    indices = [i for i, is_wanted in enumerate(wanted) if is_wanted and not (frozen and frozen[i])]
+    indices = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+    if frozen:
+        indices = [i for i in indices if not frozen[i]]
     if not indices:
         raise ValueError(
             f"No variables to optimize: {argument}={format_value(var_list)} selects no "

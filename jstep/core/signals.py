@@ -129,8 +129,8 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
             self._set_handlers()
         if self._seconds_left is not None and self.is_single_process:
-            # The seconds are asked for here, as the limit counts from when the run was made, and it
-            # may be entered long after that. threading rejects waits above TIMEOUT_MAX, 292 years.
+            # Computed here, because the limit counts from when the run was made, which may be long
+            # before it is entered. threading rejects waits above TIMEOUT_MAX, 292 years.
             seconds = min(self._seconds_left(), threading.TIMEOUT_MAX)
             self._timer = threading.Timer(seconds, self._expire)
             self._timer.daemon = True
@@ -145,7 +145,7 @@ class StopSignals:
             handled.append(signal.SIGTERM)
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             handled.append(signal.SIGINT)
-        for number in itertools.chain(handled, filter(_is_free, _OPTIONAL_SIGNALS)):
+        for number in itertools.chain(handled, filter(_has_default_action, _OPTIONAL_SIGNALS)):
             # Recorded before a signal can interrupt this.
             self._previous_handlers[number] = signal.getsignal(number)
             signal.signal(number, self._handle)
@@ -227,8 +227,8 @@ class StopSignals:
             return
         # Several processes stop after the same call, so here nothing is interrupted.
         if not self.stop_all():
-            # Nobody can be told, so the process ends by a SIGTERM, which this run does not handle
-            # without the service. Otherwise the signal would be ignored.
+            # The other processes cannot be stopped, so this one ends by a SIGTERM, which a run does
+            # not handle without the service. Otherwise the signal would be ignored.
             processes.request_stop()
 
     # Waits that a signal interrupts. `make_interrupt` decides what it raises when it arrives: an
@@ -268,7 +268,7 @@ class StopSignals:
         if self._has_agreed:
             return True
         self._polls += 1
-        # Both are asked in any case, as all processes must ask equally often.
+        # Both are called in any case, as all processes must call them equally often.
         is_over = self._limit is not None and self._limit.due(self._polls)
         is_preempted = processes.should_stop()
         if not is_over and not is_preempted:
@@ -279,9 +279,9 @@ class StopSignals:
         return True
 
     def stop_all(self) -> bool:
-        """Ask JAX's service to stop all processes after the same call, as for a signal.
+        """Request from JAX's service that all processes stop after the same call, as for a signal.
 
-        Return whether it can be asked. It looks for requests once a second.
+        Return False if there is no service. It polls for requests once a second.
         """
         if self._handler_of_jax is None:
             return False
@@ -298,7 +298,10 @@ class StopSignals:
             processes.note_late_stop()
 
     def _agree_on_signal(self) -> None:
-        """Agree on what the message names and on an exit code, which an own SIGINT overrides."""
+        """Agree on the signal that the message names, and on the exit code.
+
+        If this process received SIGINT itself, that decides its exit code.
+        """
         own_signal = 0
         if self.received is not None and self.received_at is not None:
             own_signal = int(self.received)
@@ -344,8 +347,7 @@ class StopSignals:
         return id(error) == self._raised_id
 
 
-def _is_free(number: signal.Signals) -> bool:
-    """Whether a signal has its default action."""
+def _has_default_action(number: signal.Signals) -> bool:
     return signal.getsignal(number) == signal.SIG_DFL and _action_outside_python(number) is None
 
 

@@ -135,7 +135,7 @@ _trained: set[int] = set()
 
 
 def seconds_before_training() -> float:
-    """The seconds since the start of this process on the first call, else 0."""
+    """On the first call, return the seconds since the start of this process; later 0."""
     if os.getpid() in _trained or is_interactive():
         return 0.0
     _trained.add(os.getpid())

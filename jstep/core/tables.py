@@ -16,10 +16,10 @@ def wrap_words(title: str, words: Sequence[str]) -> list[str]:
 
 
 def columns(rows: Sequence[Sequence[str]], left: int, max_width: int | None = None) -> list[str]:
-    """Return the lines of a table; if wider than `max_width`, a text for each row, with its heads.
+    """Return the lines of a table; if it is wider than `max_width`, each row as text, with heads.
 
     Args:
-        rows: The rows, first the heads.
+        rows: The heads, and then the rows.
         left: The number of columns that are aligned to the left.
         max_width: The maximum number of characters in a line; None for any.
     """
@@ -29,12 +29,9 @@ def columns(rows: Sequence[Sequence[str]], left: int, max_width: int | None = No
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
     for cells in rows:
-        padded = [
-            cell.ljust(width) for cell, width in zip(cells[:left], widths[:left], strict=True)
-        ]
-        padded += [
-            cell.rjust(width) for cell, width in zip(cells[left:], widths[left:], strict=True)
-        ]
+        padded: list[str] = []
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+            padded.append(cell.ljust(width) if i < left else cell.rjust(width))
         lines.append("  ".join(padded).rstrip())
     return lines
 

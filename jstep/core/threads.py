@@ -21,7 +21,7 @@ import jax
 from jstep.core.meshes import current_mesh, read_settings
 
 _JOIN_SECS = 0.005
-"""How often `join_thread` looks whether a thread has ended."""
+"""The seconds between two polls of `join_thread`."""
 _POLL_SECS = 0.1
 """The longest wait of the main thread in which a signal is not handled."""
 _MAX_TASKS = 4
@@ -75,7 +75,7 @@ class Task(Future[_R]):
     def __init__(self) -> None:
         super().__init__()
         self._has_ended = False
-        # Held until the task has ended. Who waits acquires it, and releases it for others.
+        # Held until the task has ended. A waiter acquires it, and releases it for the others.
         self._running = threading.Lock()
         self._running.acquire()
 
@@ -84,7 +84,7 @@ class Task(Future[_R]):
         self._running.release()
 
     def wait(self, secs: float) -> bool:
-        """Wait for the end, at most so many seconds; return whether the task has ended."""
+        """Wait at most `secs` for the end; return whether the task has ended."""
         if not self._has_ended and self._running.acquire(timeout=secs):
             self._running.release()
         return self._has_ended
@@ -162,10 +162,10 @@ def done_in_time(fn: Callable[[], Any], seconds: float, *, name: str) -> bool:
 
 
 def map_in_tasks(fn: Callable[[_T], _R], items: Sequence[_T], sizes: Sequence[int]) -> list[_R]:
-    """Return `fn` of each item, which reads so many bytes without the interpreter's lock.
+    """Return `fn` of each item, which reads `sizes` bytes without the interpreter's lock.
 
     The items are divided into few tasks of about equal bytes, of which this thread runs one: a task
-    for each item would cost more than the reading of a small one.
+    for each item would cost more than reading a small item.
     """
     count = min(_MAX_TASKS, os.cpu_count() or 1)
     total = sum(sizes)
@@ -203,7 +203,7 @@ class SerialTasks:
         self._name = name
         self._failed = failed
         self._daemon = daemon
-        self._newest: list[Task[None]] = []  # it waits for the one before
+        self._newest: list[Task[None]] = []  # the newest task, which waits for the one before
 
     def add(self, task: Callable[[], None]) -> Task[None]:
         previous = self._newest

@@ -368,13 +368,13 @@ def is_donated(tree: Tree) -> bool:
 
 def is_ready(array: Any) -> bool:
     """Whether an array is computed, or deleted: reading it raises JAX's error immediately."""
-    # Asked first: JAX crashes if a deleted array is asked whether it is ready.
+    # In this order: JAX crashes on `is_ready` of a deleted array.
     ready: bool = array.is_deleted() or array.is_ready()
     return ready
 
 
 def poll_ready(array: Any) -> bool | None:
-    """Whether an array is computed, asked beside the thread that may delete or donate it.
+    """Whether an array is computed, for threads beside the one that may delete or donate it.
 
     None if it is deleted, or split over devices.
     """
@@ -580,12 +580,11 @@ def stack_trees(
 
     def stacked(leaves: Sequence[Any], path: str) -> Any:
         is_on_device = all(isinstance(leaf, jax.Array) for leaf in leaves)
-        arrays = (
-            leaves if is_on_device else [np.asarray(native(leaf, path, what)) for leaf in leaves]
-        )
-        _check_same(arrays, path, what, name)
         if is_on_device:
-            return jnp.stack(arrays)  # without blocking on the device
+            _check_same(leaves, path, what, name)
+            return jnp.stack(leaves)  # without blocking on the device
+        arrays = [np.asarray(native(leaf, path, what)) for leaf in leaves]
+        _check_same(arrays, path, what, name)
         return np.stack(arrays)
 
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
@@ -609,8 +608,10 @@ def unstack_trees(tree: Tree, what: str) -> list[Any]:
 
 def no_rows(tree: Tree) -> Any:
     def empty(leaf: Any) -> Any:
-        kind: Any = jax.ShapeDtypeStruct if isinstance(leaf, jax.Array) else np.empty
-        return kind((0, *np.shape(leaf)), getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
+        shape = (0, *np.shape(leaf))
+        if isinstance(leaf, jax.Array):
+            return jax.ShapeDtypeStruct(shape, leaf.dtype)
+        return np.empty(shape, getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
 
     return jax.tree.map(empty, tree)
 
