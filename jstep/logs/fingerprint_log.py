@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,8 +57,9 @@ class Entry(NamedTuple):
     leaves: Mapping[str, str] | None = None
 
     def line(self) -> str:
-        leaves = {} if self.leaves is None else {"leaves": dict(self.leaves)}
-        record = {"step": self.step, "state": self.state, **leaves}
+        record: dict[str, Any] = {"step": self.step, "state": self.state}
+        if self.leaves is not None:
+            record["leaves"] = dict(self.leaves)
         return json.dumps(record, allow_nan=False) + "\n"
 
 
@@ -67,8 +68,8 @@ class Log(NamedTuple):
 
     Attributes:
         path: The path of the log, for errors.
-        entries: Step → the last line of it.
-        corrupted: What other lines are.
+        entries: Step → its last line.
+        corrupted: Descriptions of the other lines.
     """
 
     path: str
@@ -78,8 +79,8 @@ class Log(NamedTuple):
     def add(self, lines: Iterable[bytes], where: str, first: int = 0) -> None:
         """Add the lines of the steps from `first` on; errors that name a line end with `where`."""
         for number, raw in enumerate(lines, 1):
-            # Before it is decoded: a log has lines with a fingerprint of each leaf, and a restart
-            # needs the last ones.
+            # Skipped before it is decoded: a line has a fingerprint of each leaf, and a restart
+            # needs only the last lines.
             match = _STEP.match(raw)
             if match is not None and int(match[1]) < first:
                 continue
@@ -276,8 +277,8 @@ class FingerprintHook(RunHook):
         self._path = ""
         self._file: LineFile | LineObject | None = None
         self._claim: FileClaim | None = None
-        # Step → what an earlier start has logged for it. Each entry is compared once. Only the
-        # first process has them, unless all processes have to raise.
+        # Step → its entry by an earlier start, until it is compared. Only the first process has
+        # them, unless all processes have to raise.
         self._logged: dict[int, Entry] = {}
         self._pending = TransferQueue()
 
@@ -312,9 +313,8 @@ class FingerprintHook(RunHook):
     def _when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         result = self._fingerprints.start(state)
         entry = functools.partial(make_entry, step, result, self._per_leaf)
-        self._pending.add(
-            step, start_transfer([words for _, words in result.groups], entry), self._finish, self
-        )
+        transfer = start_transfer([words for _, words in result.groups], entry)
+        self._pending.add(step, transfer, self._finish, self)
         # If processes must raise together, each one finishes the same steps: those before the
         # latest.
         if self._raises and not processes.is_single_process():
@@ -340,7 +340,7 @@ class FingerprintHook(RunHook):
         claim = self._claim
         self._claim = None
         self._pending = TransferQueue()
-        self._logged = {}  # the last fingerprints are written, and compared no more
+        self._logged = {}  # the last fingerprints are only written, not compared
         # If the device or the disk fails here, do not hide the error that ended the run.
         try:
             if file is not None:

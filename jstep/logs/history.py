@@ -111,8 +111,8 @@ class History(ReportingHook):
         self._sums: dict[str, tuple[float, float]] = {}
         self._reached = 0
         # Without means, the metrics of the step of a checkpoint that has no row yet. If a signal
-        # ends the run there, and the next start finds no batch, that step is the last one, and its
-        # row is made of these.
+        # ends the run there, and the next start finds no batch, that step is the last one, and
+        # these are its row.
         self._newest: Row = {}
         self._saved_constants = set[str]()  # metrics that did not change in the start before
         self._evaluated = set[str]()  # the names of results of evaluations
@@ -134,16 +134,12 @@ class History(ReportingHook):
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            rows = {step: dict(row) for step, row in self._rows.items()}
-            counts = dict(self._counts)
-            return {
-                **vars(self),
-                "_rows": rows,
-                "_counts": counts,
-                "_lock": None,
-                "_file": None,
-                "_given_run": None,
+            copied = {
+                "_rows": {step: dict(row) for step, row in self._rows.items()},
+                "_counts": dict(self._counts),
             }
+            left_out = {"_lock": None, "_file": None, "_given_run": None}
+            return vars(self) | copied | left_out
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.RLock())
@@ -259,8 +255,9 @@ class History(ReportingHook):
                     end = -(-row_step // every) * every
                     intervals.setdefault(end, {})[row_step] = row
             for end, interval_rows in intervals.items():
-                is_over = end < step
-                rows |= self._merge_interval(interval_rows) if is_over else interval_rows
+                if end < step:
+                    interval_rows = self._merge_interval(interval_rows)
+                rows |= interval_rows
             self._rows = rows
 
     def _merge_interval(self, rows: Rows) -> Rows:
@@ -273,17 +270,16 @@ class History(ReportingHook):
         sums: dict[str, tuple[float, float]] = {}
         merged: Rows = {}
         for step, row in rows.items():
-            merged[step] = {
-                name: row[name]
-                for name in row
-                if name in self._evaluated and last_steps[name] == step
-            }
+            merged[step] = {}
+            for name, value in row.items():
+                if name in self._evaluated and last_steps[name] == step:
+                    merged[step][name] = value
             counts = self._counts.pop(step, {})
             for name, value in row.items():
                 if name in counts:
                     count = counts[name]
-                    # Without examples, 0 and not NaN · 0.
-                    sums = merge_sums(sums, {name: (value * count if count else 0.0, count)})
+                    total = value * count if count else 0.0  # not NaN · 0
+                    sums = merge_sums(sums, {name: (total, count)})
                 elif step == end:
                     merged[end].setdefault(name, value)
         self._counts[end] = {name: count for name, (_, count) in sums.items()}
@@ -342,7 +338,7 @@ class History(ReportingHook):
         if metrics is None:
             return self._newest
         if trees.is_donated(metrics):
-            # Donated by a hook or a body that replaced the state, an array of which is a metric.
+            # A hook or the body replaced the state, and donated an array that is also a metric.
             return {}
         return read_values(sorted_numbers(metrics, self._constants()))
 
@@ -421,7 +417,7 @@ class History(ReportingHook):
     def _new_steps(self, hook: Any) -> list[int]:
         """Return the steps of an evaluation whose results have no row yet.
 
-        A run may have thousands that do.
+        It reads only these from the end, as a run may have thousands of results.
         """
         pulled = self._pulled.get(hook.prefix, -1)
         new: list[int] = []
@@ -484,9 +480,10 @@ class History(ReportingHook):
         parts = list[str]()
         pictures: dict[str, list[str]] = {}
         for name in self.names:
-            # Results of evaluations, such as `eval/loss`, are beside their metric.
+            # Results of evaluations, such as `eval/loss`, are in the picture of their metric.
             metric = name.partition("/")[2]
-            pictures.setdefault(metric if metric in self.names else name, []).append(name)
+            title = metric if metric in self.names else name
+            pictures.setdefault(title, []).append(name)
         for title, names in pictures.items():
             names.sort(key=title.__ne__)  # the metric itself first
             curves = [Curve(name, *self[name], 0, i) for i, name in enumerate(names)]
@@ -537,7 +534,7 @@ def check_paths(hooks: Sequence[object]) -> None:
 
 
 def _key(name: str) -> str:
-    """The name of a metric in rows, which also have a step."""
+    """Return the key of a metric in a row, where `step` is the step."""
     return "step_" if name == "step" else name
 
 
@@ -546,7 +543,9 @@ def _key(name: str) -> str:
 
 def _plus(sums: Mapping[str, tuple[float, float]], interval: Any) -> dict[str, tuple[float, float]]:
     totals = interval.totals
-    return {**sums} if totals is None else merge_sums(sums, totals.sums)
+    if totals is None:
+        return {**sums}
+    return merge_sums(sums, totals.sums)
 
 
 def _mean(total: float, count: float) -> float:

@@ -32,7 +32,8 @@ def as_path(path: Any) -> str:
         raise ValueError(
             f"path={name!r}: must be a local file, which grows by lines; objects of a store cannot"
         )
-    name = location(name, "path") if name else name  # resolves `~`, as for a directory of a run
+    if name:
+        name = location(name, "path")  # resolves `~`, as for a directory of a run
     is_regular = not os.path.lexists(name) or stat.S_ISREG(os.lstat(name).st_mode)
     if not os.path.basename(name) or not is_regular:  # nothing is written through a link
         raise ValueError(
@@ -52,7 +53,9 @@ def read_rows(path: str) -> Rows:
     rows: Rows = {}
     lines, last = split_lines(files.read_small(path, _MAX_BYTES))
     is_torn = last.startswith(BEGINNING) or BEGINNING.startswith(last)
-    for number, line in enumerate(lines if is_torn else [*lines, last], 1):
+    if not is_torn:  # the end of a file of another kind, which is rejected below
+        lines = [*lines, last]
+    for number, line in enumerate(lines, 1):
         version = _version(line)
         if version is not None:
             raise ValueError(
@@ -137,7 +140,7 @@ class HistoryFile:
             )
             found = {}
         self.rows: Rows = {}
-        # Step → the size of the file after its row, in the order of steps. By it the file is cut
+        # Step → the size of the file after its row, in the order of steps, to truncate the file
         # before a row.
         self._sizes: dict[int, int] = {}
         for row_step, row in found.items():
@@ -151,10 +154,10 @@ class HistoryFile:
         return next(reversed(self._sizes.values()), 0)
 
     def put(self, rows: Rows, first: float) -> None:
-        """Replace the rows in the file from step `first` on by those of `rows` from there on."""
+        """Replace the rows in the file from step `first` on by those of `rows`."""
         while self._sizes and next(reversed(self._sizes)) >= first:
             self._sizes.popitem()
-        # From the end, as mostly only the last one is new.
+        # From the end, as usually only the last one is new.
         new_steps: list[int] = []
         for step in reversed(rows):
             if step < first:

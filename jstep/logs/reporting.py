@@ -268,9 +268,8 @@ class MetricsHook(ReportingHook):
         constants = {
             name: value for name, value in constant_metrics.items() if numbers.is_number(value)
         }
-        self.constants = {
-            name: shortest_digits(value) for name, value in numbers.read_values(constants).items()
-        }
+        values = numbers.read_values(constants)
+        self.constants = {name: shortest_digits(value) for name, value in values.items()}
         return super()._numbers(metrics, {*leave_out, *constants})
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
@@ -337,7 +336,9 @@ class SummarySaverHook(ReportingHook):
 
     @property
     def _writer(self) -> Any:
-        return writer_of(self._run) if self._given_writer is None else self._given_writer
+        if self._given_writer is not None:
+            return self._given_writer
+        return writer_of(self._run)
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)
@@ -353,14 +354,16 @@ class SummarySaverHook(ReportingHook):
             leave_out.update(self._run.components.constant_metrics())
         if self._mean or self._run.sums.has_ratios:
             self._run.transfers.add(step, self._means(leave_out), self.deliver, self)
-        values = {} if self._mean else numbers.sorted_numbers(metrics, leave_out)
+        values: dict[str, Any] = {}
+        if not self._mean:
+            values = numbers.sorted_numbers(metrics, leave_out)
         self.deliver(step, values, metrics)
         if self._histograms:
             self._writer.add_summary(summarize_histograms(state, self._histograms), step)
         self._run.transfers.deliver_ready()
 
     def deliver(self, step: int, values: dict[str, Any], metrics: Metrics = NO_METRICS) -> None:
-        if numbers.is_ready(values.values()):  # numbers of the host are the quickest to write
+        if numbers.is_ready(values.values()):  # numbers on the host are the quickest to write
             values = numbers.read_values(values)
         scalars = [summary.scalar(name, value, collections=()) for name, value in values.items()]
         made_by_step = summary.summaries_in(dict(metrics))
@@ -372,7 +375,7 @@ class SummarySaverHook(ReportingHook):
 
 
 def uses_writer_of_run(hook: SummarySaverHook) -> bool:
-    """Whether it writes to the run's event file, in place of the run's own hook for that."""
+    """Whether a hook writes to the run's event file, in place of the built-in hook."""
     return hook._given_writer is None
 
 

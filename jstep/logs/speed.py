@@ -19,16 +19,16 @@ TAG = "global_step/sec"
 
 
 class MeterMaker(NamedTuple):
-    """What makes a meter of the utilization, of a state, `peak_flops` and `flops_per_step`.
+    """A function that makes a meter of the utilization; it returns None if that is unknown.
 
-    It makes None if the utilization is unknown.
+    Its arguments are a state, `peak_flops` and `flops_per_step`.
     """
 
     make: Callable[[TrainState, float | None, float | None], Any]
 
 
 class _Count(NamedTuple):
-    """What has been counted up to a step, at which an interval begins or ends.
+    """The counts up to a step, at which an interval begins or ends.
 
     Attributes:
         began: A time; all later steps finish after it.
@@ -128,8 +128,8 @@ class StepCounterHook(RunHook):
 
     def _reset(self) -> None:
         self._first: _Count | None = None  # the beginning of the interval that is measured next
-        # Ends of intervals that the device has not reached, and the latest time at which we saw
-        # that.
+        # Ends of intervals that the device had not reached yet at `_unfinished_at`, the time of the
+        # latest poll.
         self._unfinished: deque[_Count] = deque()
         self._unfinished_at = 0.0
         self.steps_per_sec: float | None = None
@@ -151,7 +151,9 @@ class StepCounterHook(RunHook):
 
     @property
     def _writer(self) -> Any:
-        return writer_of(self._run) if self._given_writer is None else self._given_writer
+        if self._given_writer is not None:
+            return self._given_writer
+        return writer_of(self._run)
 
     @property
     def mfu(self) -> float | None:
@@ -174,7 +176,9 @@ class StepCounterHook(RunHook):
         super().begin(state)
         self._reset()
         maker: MeterMaker | None = self._run.shared.get(MeterMaker)
-        self._meter = None if maker is None else maker.make(state, self._peak, self._flops)
+        self._meter = None
+        if maker is not None:
+            self._meter = maker.make(state, self._peak, self._flops)
         self._run.poll(self, self._begin_interval)
 
     def _begin_interval(self, *, wait: bool = False) -> None:
@@ -199,7 +203,7 @@ class StepCounterHook(RunHook):
                 with self._run.watch.phase(STEPPING):
                     flight.wait_for(count.step)
                 self._measure_finished()
-        looked_at = self._clock()  # before the look, so that what is unfinished then finishes later
+        polled_at = self._clock()  # before the poll: steps that it finds unfinished finish later
         finished: list[_Count] = []
         flight.drop_finished()
         while self._unfinished and self._unfinished[0].step <= flight.finished:
@@ -207,7 +211,7 @@ class StepCounterHook(RunHook):
         if finished and self._first is not None:
             self._measure(finished, self._first, self._clock())
         if self._unfinished:
-            self._unfinished_at = looked_at
+            self._unfinished_at = polled_at
         return bool(self._unfinished)
 
     def _measure(self, finished: list[_Count], first: _Count, measured_at: float) -> None:
@@ -221,7 +225,7 @@ class StepCounterHook(RunHook):
         self.steps_per_sec = rate
         counted = last.examples[0] - first.examples[0]
         unknown = last.examples[1] - first.examples[1]
-        # Of an interval with a batch of unknown size, the rate is not known.
+        # The rate of an interval with a batch of unknown size is unknown.
         is_known = counted > 0 and unknown == 0
         self.examples_per_sec = counted / seconds if is_known else None
         values = {TAG: rate}
@@ -240,7 +244,7 @@ class StepCounterHook(RunHook):
                 self._writer.add_summary(summary.scalar(tag, value, collections=()), count.step)
 
 
-# What a run asks of it.
+# Functions for log lines and bars.
 
 
 def measure_finished(counter: StepCounterHook, *, wait: bool = False) -> bool:
@@ -250,7 +254,9 @@ def measure_finished(counter: StepCounterHook, *, wait: bool = False) -> bool:
 def format_utilization(counter: StepCounterHook) -> list[str]:
     """Return the utilization as log lines and the bar show it; an empty list if it is unknown."""
     share = counter._utilization
-    return [] if share is None else [f"{share.name} {share.value:.3g}"]
+    if share is None:
+        return []
+    return [f"{share.name} {share.value:.3g}"]
 
 
 def _check_examples(examples: Any) -> int | Callable[..., int] | None:
