@@ -247,12 +247,16 @@ def _as_known(keys: Any, leaf: Any) -> Any:
     """Convert an array of another library to NumPy or JAX; reject other leaves."""
     if trees.is_array_or_number(leaf):
         return leaf
-    array = leaf if isinstance(leaf, np.ndarray | np.generic) else _convert_array(leaf)
+    array = leaf
+    if not isinstance(leaf, np.ndarray | np.generic):
+        array = _convert_array(leaf)
     array = trees.native(array, trees.path_str(keys), "batch")
     if trees.is_array_or_number(array):
         return array
     where = f"the leaf at {trees.path_str(keys)!r}" if keys else "it"
-    what = describe_type(leaf) if array is None else f"{describe_type(leaf)} ({array.dtype})"
+    what = describe_type(leaf)
+    if array is not None:
+        what += f" ({array.dtype})"
     raise TypeError(
         f"batch: {where} must be a number or an array of numbers, got {format_value(leaf, 60)}, "
         f"{what}; {_remedy(leaf)}"
@@ -284,7 +288,9 @@ def _convert_array(leaf: Any) -> Any:
     """Convert another library's array to NumPy, uncopied if possible, or to JAX; else None."""
     for method, convert in _CONVERSIONS:
         try:
-            array = convert(leaf) if hasattr(leaf, method) else None
+            if not hasattr(leaf, method):
+                continue
+            array = convert(leaf)
         except Exception:
             continue
         if isinstance(array, np.ndarray | np.generic | jax.Array):
@@ -293,7 +299,7 @@ def _convert_array(leaf: Any) -> Any:
 
 
 _LARGE = 2**18
-"""Arrays of so many bytes or more are worth an alignment."""
+"""The size in bytes from which on the copy of an array is aligned."""
 _ALIGNMENT = 64
 """Programs on a CPU copy arrays without this alignment, in bytes."""
 

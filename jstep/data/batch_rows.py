@@ -104,7 +104,9 @@ class Sizes(NamedTuple):
     def split(self, steps: range) -> Iterator[tuple[range, StepRange]]:
         """Split steps into ranges within one run each, in their order."""
         runs = self.runs.values
-        for run in runs if steps.step > 0 else reversed(runs):
+        if steps.step < 0:
+            runs = runs[::-1]
+        for run in runs:
             inner = clamp_range(steps, run.first, run.stop)
             if inner:
                 yield inner, run
@@ -142,8 +144,8 @@ def _check_divides(sizes: Staircase[int], count: int) -> None:
 
 # The rows of each batch.
 
-# What a seed is drawn for: the permutations of a source, and the order of a batch. Another number
-# is another order, in which no earlier run could resume.
+# The purposes of drawn seeds: the permutations of a source, and the order of a batch. With other
+# numbers the orders change, and no earlier run could resume.
 ROWS = 1
 _ORDER = 2
 
@@ -192,7 +194,9 @@ class RowPlan(NamedTuple):
 
     def counts_at(self, rows: int) -> tuple[int, ...]:
         """Return the number of rows of each source among the first `rows` rows."""
-        return (rows,) if self.counts is None else self.counts.value_at(rows).counts(rows)
+        if self.counts is None:
+            return (rows,)
+        return self.counts.value_at(rows).counts(rows)
 
     def counts_of(self, steps: range) -> tuple[int, ...]:
         """Return the number of rows of each source in the batches of some steps."""

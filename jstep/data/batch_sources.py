@@ -26,10 +26,10 @@ untrained_batches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictiona
 
 
 class BatchSource:
-    """Batches from one step on. A run asks what can be done with them, never what kind they are.
+    """Batches from one step on. A run checks what can be done with them, never their kind.
 
-    Whoever fetches batches, the loop or a thread ahead of it, takes them from `items` and calls
-    `read_position` after each. All other methods are the loop's: it calls `end_fetch` when it takes
+    The loop, or a thread ahead of it, takes batches from `items` and calls `read_position` after
+    each. All other methods are the loop's: it calls `end_fetch` when it takes
     the batches of a call, so that `position_after` can tell the position before that call from the
     one after it.
 
@@ -46,7 +46,7 @@ class BatchSource:
         may_be_read_ahead: Whether a thread may fetch batches before their step.
         can_interrupt: Whether a signal may end the wait for a batch, or leave one untrained: it can
             be made again.
-        follows_calls: Whether it must be told of calls, by `end_fetch`, to know its position.
+        follows_calls: Whether it needs `end_fetch`, to know its position.
         moves_between_steps: Whether hooks may change its position after a step, so that
             `begin_fetch` has to read it.
         knows_shapes: Whether `item` tells the shapes of any batch, at any time.
@@ -175,10 +175,14 @@ class Loader(BatchSource):
     def set_back(self, trained: int, fetched: int, *, is_idle: bool) -> None:
         if not hasattr(self.given, "__next__"):
             return  # the next run begins another pass over it
-        position = self.position_after(trained) if is_idle else None
+        position = None
+        if is_idle:
+            position = self.position_after(trained)
         count = batches_since(position)
-        # If none was fetched, a signal has ended the wait for these, and must not lead to it again.
-        if position is not None and not (count and not fetched):
+        # If none was fetched, a signal ended the wait for `count` batches to be fetched again, and
+        # that wait must not begin anew here.
+        was_interrupted = count > 0 and fetched == 0
+        if position is not None and not was_interrupted:
             with contextlib.suppress(Exception):  # what cannot be set is warned about
                 self._set_position(position)
                 fetch_again(self.given, count)
@@ -195,7 +199,7 @@ class FromState(BatchSource):
     checkpoint is due; then a batch must be trained on.
 
     Args:
-        ask: Reads the position; None if there is none.
+        read: Reads the position; None if there is none.
         start: The position before the first batch.
         is_saved: Whether the position is ever saved.
     """
@@ -207,15 +211,15 @@ class FromState(BatchSource):
         given: Any,
         items: Iterator[Any],
         *,
-        ask: Callable[[], Any] | None = None,
+        read: Callable[[], Any] | None = None,
         start: Any = None,
         is_saved: bool = False,
     ) -> None:
         super().__init__(given, items)
-        self.has_position = ask is not None
+        self.has_position = read is not None
         self.follows_calls = self.has_position and is_saved
         self.moves_between_steps = self.follows_calls
-        self._ask = ask if ask is not None else _no_position
+        self._read = read if read is not None else _no_position
         self._taken = 0
         # The position before the latest batch or, if `_is_frozen`, the one that a checkpoint gets.
         # None if it is large and was not read.
@@ -225,7 +229,7 @@ class FromState(BatchSource):
 
     def begin_fetch(self) -> None:
         if not self._is_large:
-            self._previous_position = self._ask()
+            self._previous_position = self._read()
             self._is_large = _is_large(self._previous_position)
         self._is_frozen = True
         self.can_interrupt = not self._is_large
@@ -243,7 +247,7 @@ class FromState(BatchSource):
     def position_after(self, steps: int) -> Any:
         if steps < self._taken or self._is_frozen:
             return self._previous_position
-        return self._ask()
+        return self._read()
 
     def is_lost_after(self, steps: int) -> bool:
         is_before = steps < self._taken or self._is_frozen
@@ -251,32 +255,32 @@ class FromState(BatchSource):
 
     def freeze(self) -> None:
         if not self._is_frozen:
-            self._previous_position = self._ask()
+            self._previous_position = self._read()
         self._is_frozen = True
 
 
 class FromLoop(BatchSource):
     """The batches that the body of a loop makes, out of objects that a checkpoint keeps.
 
-    The objects change only within an iteration, and are asked only when a checkpoint is saved, as a
-    replay buffer may be large. So there is no position before a batch.
+    The objects change only within an iteration. Their states are read only when a checkpoint is
+    saved, as a replay buffer may be large. So there is no position before a batch.
     """
 
     may_be_read_ahead = False
     can_interrupt = False
 
-    def __init__(self, given: Any, items: Iterator[Any], ask: Callable[[], Any] | None) -> None:
+    def __init__(self, given: Any, items: Iterator[Any], read: Callable[[], Any] | None) -> None:
         super().__init__(given, items)
-        self.has_position = ask is not None
-        self._ask = ask if ask is not None else _no_position
+        self.has_position = read is not None
+        self._read = read if read is not None else _no_position
 
     def position_after(self, steps: int) -> Any:
-        return self._ask()
+        return self._read()
 
     def freeze(self) -> None:
-        position = self._ask()
-        # From now on the objects are no longer asked.
-        self._ask = lambda: position
+        position = self._read()
+        # From now on the objects are no longer read.
+        self._read = lambda: position
 
 
 class Unseekable(BatchSource):

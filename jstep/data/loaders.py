@@ -80,7 +80,7 @@ def open_source(
     next_save: Callable[[int], float] = lambda number: math.inf,
     state: Callable[[], Any] = lambda: None,
 ) -> BatchSource:
-    """Open batches from a step on, at their saved position: the only place that asks their kind.
+    """Open batches from a step on, at their saved position: the only place that checks their kind.
 
     Args:
         batches: What the user passed.
@@ -117,14 +117,14 @@ def are_made_one_by_one(batches: Tree) -> bool:
 def _open_loop_batches(batches: LoopBatches, opening: _Opening) -> BatchSource:
     if not batches.kept:
         return FromLoop(batches, iter(batches), None)
-    # Restored also where no step is left: the loop may go on to use the objects.
+    # Restored even if no step is left: the program may use the objects after the loop.
     _restore_position(batches, opening._replace(last_step=opening.start + 1))
     if not opening.is_saved:
         return FromLoop(batches, iter(batches), None)
-    ask = functools.partial(loader_position, batches)
-    ask()  # raises now if it cannot be saved, and not at the first save, after hours of training
+    read = functools.partial(loader_position, batches)
+    read()  # raises now if it cannot be saved, and not at the first save, after hours of training
     batches.begin()
-    return FromLoop(batches, iter(batches), ask)
+    return FromLoop(batches, iter(batches), read)
 
 
 def _open_state_batches(
@@ -141,28 +141,30 @@ def _open_state_batches(
             _warn_without_position(getattr(make, "__qualname__", type(make).__name__), opening)
         return FromState(batches, made)
     _restore_position(make, opening)
-    ask = functools.partial(loader_position, make)
-    start = _position_at_start(ask, opening) if opening.is_saved else None
-    return FromState(batches, made, ask=ask, start=start, is_saved=opening.is_saved)
+    read = functools.partial(loader_position, make)
+    start = _position_at_start(read, opening) if opening.is_saved else None
+    return FromState(batches, made, read=read, start=start, is_saved=opening.is_saved)
 
 
 def _open_loader(batches: Tree, owner: Any, opening: _Opening) -> BatchSource:
     """Open batches whose position is that of `owner`: the batches, or their iterator."""
     # Before `iter`, which is when loaders read the position that they were set to.
     _restore_position(owner, opening)
-    # Some iterators have `__next__` but no `__iter__`.
-    items = iter(owner) if hasattr(owner, "__iter__") else map(next, itertools.repeat(owner))
+    if hasattr(owner, "__iter__"):
+        items = iter(owner)
+    else:  # some iterators have only `__next__`
+        items = map(next, itertools.repeat(owner))
     count = batches_since(None if opening.saved is None else opening.saved.value)
 
-    ask = functools.partial(loader_position, owner)
+    read = functools.partial(loader_position, owner)
     read_position: Callable[[], Any] | None = None
     start: Any = None
     if opening.is_saved:
-        read_position = ThrottledPosition(ask, opening.next_save)
+        read_position = ThrottledPosition(read, opening.next_save)
         start = _position_at_start(read_position.read, opening)
     elif hasattr(batches, "__next__"):
         with contextlib.suppress(Exception):  # only `set_back` needs it, and works without
-            start = _position_at_start(ask, opening)
+            start = _position_at_start(read, opening)
     return Loader(
         batches,
         itertools.chain(_fetched_again(items, count), itertools.islice(items, opening.steps_left)),
@@ -174,12 +176,12 @@ def _open_loader(batches: Tree, owner: Any, opening: _Opening) -> BatchSource:
 
 
 def _fetched_again(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """Fetch batches again when the first one is asked for; yield none of them."""
+    """Fetch batches again at the first `next`; yield none of them."""
     fetch_again(items, count)
     yield from ()
 
 
-def _position_at_start(ask: Callable[[], Any], opening: _Opening) -> Any:
+def _position_at_start(read: Callable[[], Any], opening: _Opening) -> Any:
     """Return the position before the first batch, which is saved if the run ends there.
 
     An error is raised now: it would be raised again at the first save, after hours of training.
@@ -187,7 +189,7 @@ def _position_at_start(ask: Callable[[], Any], opening: _Opening) -> Any:
     if opening.saved is not None:
         return opening.saved.value
     try:
-        return ask()
+        return read()
     except Exception as error:
         note(
             error,
@@ -255,7 +257,8 @@ def _warn_without_position(name: str, opening: _Opening) -> None:
 
 
 def check_batches(batches: Tree) -> None:
-    if _is_array(batches) or _is_tuple_of_arrays(batches):
+    is_tuple = isinstance(batches, tuple) and len(batches) > 0
+    if _is_array(batches) or (is_tuple and all(map(_is_array, batches))):
         raise TypeError(
             "batches: must be a source of batches, got arrays; use jstep.batches(x, batch_size), "
             "or lambda step: x to train on all of x at each step"
@@ -284,10 +287,6 @@ def _has_batches(batches: Tree) -> bool:
     if callable(batches) or hasattr(batches, "__getitem__") or hasattr(batches, "__iter__"):
         return True
     return has_methods(batches, *OWN_STATE, "__next__")
-
-
-def _is_tuple_of_arrays(value: object) -> bool:
-    return isinstance(value, tuple) and bool(value) and all(map(_is_array, value))
 
 
 def _is_array(value: object) -> bool:

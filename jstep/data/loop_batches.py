@@ -75,7 +75,7 @@ class LoopBatches:
     def __init__(self, kept: Mapping[str, Any] = {}) -> None:
         self.kept = kept
         self.passed: list[tuple[Any, ...]] = []
-        # Of attributes of classes, once a run has begun.
+        # The marks of class attributes when the run began; None before.
         self._first_marks: Mapping[str, Any] | None = None
 
     def begin(self) -> None:
@@ -110,9 +110,9 @@ class LoopBatches:
 
     def set_state(self, state: object) -> None:
         if not isinstance(state, dict) or set(state) != set(self.kept):
-            saved = (
-                sorted(map(printable, state)) if isinstance(state, dict) else [describe_type(state)]
-            )
+            saved = [describe_type(state)]
+            if isinstance(state, dict):
+                saved = sorted(map(printable, state))
             raise ValueError(
                 "from_loop: the checkpoint has the states of "
                 f"{format_list(saved, 8) or 'no objects'}, and this loop keeps "
@@ -186,9 +186,10 @@ def _data_of(cls: type) -> list[tuple[str, Any]]:
 
 
 def _mark(value: Any, depth: int = 0) -> Any:
-    """Return what differs once a value has changed, without a copy of what is large.
+    """Return a mark of a value, which differs once the value has changed.
 
-    Of a large value, and of one deep inside, only a replacement and a change of length are noticed.
+    Large values are not copied: in these, and deep inside of others, only a replacement and a
+    change of length are noticed.
     """
     if isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)  # NaN is equal to itself
@@ -218,12 +219,12 @@ def _has_only_attributes(value: object) -> bool:
         return True
     kind = type(value)
     if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
-        return False  # it tells pickle of a state of its own
+        return False  # it has a state of its own for pickle
     if any(vars(cls).get("__slots__") for cls in kind.__mro__):
         return False
     try:
         items = value.__reduce_ex__(2)[3:]  # the items of a list or a dict
-    except TypeError:  # it holds something of the system
+    except TypeError:  # it cannot be pickled, such as a file
         return False
     return not any(item is not None for item in items)
 
@@ -273,7 +274,9 @@ def _keep_generators(path: str, current: Any, saved: Any) -> Any:
 
 
 def _fill_attributes(name: str, value: object, saved: Any) -> None:
-    lacking = sorted(vars(value).keys() - saved.keys()) if isinstance(saved, dict) else []
+    lacking: list[str] = []
+    if isinstance(saved, dict):
+        lacking = sorted(vars(value).keys() - saved.keys())
     if lacking:
         raise ValueError(
             f"{name}: the checkpoint has no value for its {format_list(lacking, 8)}: it was saved "

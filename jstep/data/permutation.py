@@ -175,18 +175,15 @@ class Lookahead:
         if line is not None and line + least <= len(block.lines):
             return block.lines[line:]
         count = least
-        if self._follows(block, epoch, start, least * distance):
+        # Read in sequence if the position is in the block, or not far behind its end.
+        distance_to_block = (epoch - block.epoch) * self._domain.n + start - block.start
+        if 0 <= distance_to_block <= len(block.lines) * block.distance + least * distance:
             lines_left = (self._domain.n - start) // distance
             count = max(least, min(_LOOKAHEAD_ROWS // max(width, 1), lines_left))
         positions = start + np.arange(0, count * distance, distance)[:, None] + np.arange(width)
         lines = permute(self._domain, self._keys_of(epoch), positions.ravel()).reshape(count, width)
         self._block = _Block(epoch, start, distance, lines)
         return lines
-
-    def _follows(self, block: _Block, epoch: int, start: int, gap: int) -> bool:
-        """Return whether a position is in a block or up to `gap` after it: read in sequence."""
-        passed = (epoch - block.epoch) * self._domain.n + start - block.start
-        return 0 <= passed <= len(block.lines) * block.distance + gap
 
     def _keys_of(self, epoch: int) -> list[Words]:
         drawn_epoch, keys = self._keys

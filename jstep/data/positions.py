@@ -127,7 +127,7 @@ Files = dict[str, ExternalBytes]
 
 
 class _Summary(NamedTuple):
-    """What processes exchange instead of positions, all of which each would decode at a save."""
+    """What processes exchange instead of positions, which each would have to decode at a save."""
 
     progress: str
     digest: str
@@ -198,8 +198,8 @@ def load_own_position(extra: dict[str, Any], read_file: Callable[[str], bytes]) 
 def position_in_file(data: bytes) -> Any:
     """Return the position in a file of its own, still encoded.
 
-    What is not JSON is returned as text, and not refused: only `decode_position` does, if a run
-    resumes from it. A checkpoint may be good for everything else.
+    Data that is not JSON is returned as a string, which only `decode_position` rejects, if a run
+    resumes from it: the checkpoint may be good for everything else.
     """
     loaded = decode_json(data)
     if loaded is None and data != b"null":
@@ -317,18 +317,18 @@ class ThrottledPosition:
     again.
 
     Args:
-        ask: Reads the position.
+        read: Reads the position.
         next_due: `next_due(number)` returns the next number of batches at which a save is due.
         clock: Returns the time in seconds.
     """
 
     def __init__(
         self,
-        ask: Callable[[], Any],
+        read: Callable[[], Any],
         next_due: Callable[[int], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._ask = ask
+        self._read = read
         self._next_due = next_due
         self._clock = clock
         self._number = 0  # of batches
@@ -353,10 +353,10 @@ class ThrottledPosition:
     def read(self) -> Any:
         """Read the current position, and schedule the next read by the duration of this one."""
         began = self._clock()
-        position = self._ask()
+        position = self._read()
         ended = self._clock()
         read_secs = ended - began
-        # The less of two, as one may have been interrupted by another process.
+        # The shorter of two, as one may have been interrupted by another process.
         is_quick = min(read_secs, self._read_secs) < _QUICK
         self._read_secs = read_secs
         self._next_read = -math.inf if is_quick else ended + read_secs * (1 / _SHARE - 1)
@@ -369,14 +369,14 @@ def batches_since(position: Any) -> int:
 
 
 def fetch_again(batches: Iterator[Any], count: int) -> None:
-    """Fetch the batches that were fetched after a position was read; say so if that takes long."""
+    """Fetch the batches that were fetched after a position was read; log it if that takes long."""
     began = time.monotonic()
-    has_told = False
+    has_logged = False
     for _ in range(count):
         if next(batches, _END) is _END:
             return
-        if not has_told and time.monotonic() - began > _SILENT_SECS:
-            has_told = True
+        if not has_logged and time.monotonic() - began > _SILENT_SECS:
+            has_logged = True
             logger.info(
                 "batches: fetches %d batches again, which came after the saved position of the "
                 "loader",

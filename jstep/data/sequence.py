@@ -339,7 +339,9 @@ def _merge_leaves(leaves: Sequence[Any], indices: Sequence[Any]) -> Any:
 
 
 def as_row_numbers(rows: RowNumbers) -> np.ndarray[Any, np.dtype[np.intp]]:
-    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else np.asarray(rows)
+    if isinstance(rows, slice):
+        return np.arange(rows.start, rows.stop)
+    return np.asarray(rows)
 
 
 class BatchIterator(Iterator[T]):

@@ -75,7 +75,10 @@ class ItemSource:
         return all_native(self._rows_by_index(rows), self._what)
 
     def _rows_by_index(self, rows: RowNumbers) -> Any:
-        numbers = list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
+        if isinstance(rows, slice):
+            numbers = list(range(rows.start, rows.stop))
+        else:
+            numbers = rows.tolist()
         if not numbers:  # this process's part of a small remainder
             return jax.tree.map(lambda leaf: leaf[:0], self.rows(slice(0, 1)))
         if _is_of_same_rows(type(self._items)):
@@ -227,7 +230,9 @@ def _as_array(leaf: object) -> Any:
             f"{describe_type(leaf)}; return dict(item)"
         )
     # Masked arrays are rejected later.
-    return leaf if isinstance(leaf, jax.Array | np.ma.MaskedArray) else np.asarray(leaf)
+    if isinstance(leaf, jax.Array | np.ma.MaskedArray):
+        return leaf
+    return np.asarray(leaf)
 
 
 def _is_plain_list(x: object) -> bool:

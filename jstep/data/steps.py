@@ -42,8 +42,10 @@ class Steps:
         """Return the steps whose numbers are in a slice of all numbers."""
         numbers = range(self.count)[window]
         windows = list(zip(self.parts, self.firsts, strict=True))
+        if numbers.step < 0:
+            windows.reverse()
         ranges = []
-        for part, first in windows if numbers.step > 0 else reversed(windows):
+        for part, first in windows:
             inner = clamp_range(numbers, first, first + range_length(part))
             start = part.start + (inner.start - first) * part.step
             stride = part.step * inner.step
@@ -67,7 +69,8 @@ class Steps:
         ascending = list(stages)
         last = None
         for number, part in self.numbered(0):
-            for first, stop, value in ascending if part.step > 0 else reversed(ascending):
+            ordered = ascending if part.step > 0 else ascending[::-1]
+            for first, stop, value in ordered:
                 inner = clamp_range(part, first, NO_END if stop is None else stop)
                 if not inner or value == last:
                     continue
