@@ -50,7 +50,11 @@ def scalar(tags: object, values: object, collections: Sequence[str] | None = DEF
     Source: TensorFlow's `scalar_summary`.
     """
     values = native(values, "", "values")
-    parts = (_single(tags, values),) if isinstance(tags, str) else _several(tags, values)
+    parts: tuple[Scalars, ...]
+    if isinstance(tags, str):
+        parts = (_single(tags, values),)
+    else:
+        parts = _several(tags, values)
     for part in parts:
         register(part, collections)
     return Summary(parts)
@@ -62,7 +66,9 @@ def _single(tag: str, value: Any) -> Scalars:
         # Without the checks below: this is the most common summary.
         return Scalars((tag,), 0, value)
     value = _as_numbers(value, tag, ())
-    return Scalars((tag,), 0, value if isinstance(value, jax.Array) else float(value))
+    if not isinstance(value, jax.Array):
+        value = float(value)
+    return Scalars((tag,), 0, value)
 
 
 def _several(tags: object, values: object) -> tuple[Scalars, ...]:
@@ -79,8 +85,7 @@ def _several(tags: object, values: object) -> tuple[Scalars, ...]:
         if not flat:
             return ()
         return (Scalars(flat, names.ndim, _as_numbers(values, first_tag, names.shape)),)
-    # A list may hold arrays, traced ones included. They are kept separate, to wait for none of
-    # them.
+    # A list may hold arrays, also traced ones. They are kept separate, so as not to wait for any.
     entries = jax.tree.leaves(values, is_leaf=lambda x: not isinstance(x, list | tuple))
     if len(entries) != len(flat):
         raise _shape_error(first_tag, names.shape, (len(entries),))
@@ -93,9 +98,13 @@ def _as_numbers(value: Any, tag: str, shape: tuple[int, ...]) -> Any:
     value_shape = () if is_python_number else np.shape(value)
     if isinstance(value, list | tuple) or value_shape != shape:
         raise _shape_error(tag, shape, value_shape)
-    is_real = _is_real(value.dtype) if is_array(value) else is_python_number
+    if is_array(value):
+        is_real = _is_real(value.dtype)
+        what = str(value.dtype)
+    else:
+        is_real = is_python_number
+        what = f"{type(value).__name__} {value!r}"
     if not is_real:
-        what = value.dtype if is_array(value) else f"{type(value).__name__} {value!r}"
         raise TypeError(f"scalar {tag!r}: values must be real numbers, not {what}")
     return keep(value)
 
@@ -125,7 +134,8 @@ def zero_fraction(value: object) -> Array:
 
     Source: TensorFlow's `tf.nn.zero_fraction`.
     """
-    dtype = value.dtype if isinstance(value, jax.Array) else np.asarray(value).dtype
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    dtype = array.dtype
     if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype.kind in "OSUMm":
         raise TypeError(
             f"value={format_value(value)}: must be an array of numbers, got {describe_type(value)}"
@@ -225,7 +235,10 @@ def image(
         )
     count = min(max_images, shape[0])
     # The tag depends on the requested number, so that a short batch does not start another series.
-    tags = (f"{tag}/image",) if max_images == 1 else tuple(f"{tag}/image/{i}" for i in range(count))
+    if max_images == 1:
+        tags: tuple[str, ...] = (f"{tag}/image",)
+    else:
+        tags = tuple(f"{tag}/image/{i}" for i in range(count))
     with internal_transfers():
         pixels = _pixels(tensor, count)
     return make_summary(summaries.Images(tags[:count], pixels, np.int32(1)), collections)
@@ -234,7 +247,9 @@ def image(
 @functools.partial(jax.jit, static_argnums=1)
 def _pixels(x: Array, count: int) -> Array:
     def as_uint8(x: Array) -> Array:
-        return jnp.copy(x[:count]) if x.dtype == jnp.uint8 else jax.vmap(_rescale)(x[:count])
+        if x.dtype == jnp.uint8:
+            return jnp.copy(x[:count])
+        return jax.vmap(_rescale)(x[:count])
 
     return call_on_auto_axes(as_uint8, x)
 
@@ -278,8 +293,8 @@ _ZERO = 1e-6
 
 # Histograms, counted on the device into TensorFlow's exponential buckets.
 #
-# The logarithm of a float gives the limit next to it, whose position is certain, unlike the side on
-# which the float is: one comparison decides. This takes a tenth of the time of a binary search.
+# The logarithm of a float gives the nearest limit with certainty, but not on which side of it the
+# float is, which one comparison decides. This takes a tenth of the time of a binary search.
 # Counts are exact: the limits, which are doubles, are rounded up to the dtype of the values, and v
 # ≥ limit holds for the rounded limit if and only if it holds for the double.
 
@@ -318,16 +333,16 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
     as_tag(tag, "histogram")
     with internal_transfers():
         if not isinstance(values, jax.Array):
-            values = np.asarray(
-                jax.tree.map(lambda leaf: native(leaf, "", f"histogram {tag!r}"), values)
-            )
+            # Of a list, each array is converted.
+            values = jax.tree.map(lambda leaf: native(leaf, "", f"histogram {tag!r}"), values)
+            values = np.asarray(values)
         if not _is_real(values.dtype):
             raise TypeError(
                 f"histogram {tag!r}: values must be an array of real numbers, not {values.dtype}"
             )
-        part = summaries.Histogram(
-            (tag,), **_count(values if is_traced(values) else _eager(tag, values))
-        )
+        if not is_traced(values):
+            values = _checked(tag, values)
+        part = summaries.Histogram((tag,), **_count(values))
     return make_summary(part, collections)
 
 
@@ -339,9 +354,10 @@ def bucket_limits() -> NumPyArray:
     return np.array([*(-v for v in reversed(positive)), 0.0, *positive])
 
 
-def _eager(tag: str, values: Any) -> Any:
+def _checked(tag: str, values: Any) -> Any:
+    """Return values in a dtype of the device; reject nonfinite ones if they can be read now."""
     if isinstance(values, np.ndarray):
-        # A dtype of the device: without `jax_enable_x64`, integers above 32 bits become floats.
+        # Without `jax_enable_x64`, integers above 32 bits become floats.
         dtype = jax.dtypes.canonicalize_dtype(values.dtype)
         if dtype != values.dtype and values.dtype.kind in "iu" and values.size:
             info = np.iinfo(dtype)

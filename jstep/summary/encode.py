@@ -20,7 +20,7 @@ Values: TypeAlias = list[Any]
 
 
 def encode_job(what: Any, step: Any, wall_time: float) -> tuple[list[bytes], list[Exception]]:
-    """Encode a summary, an event that is encoded already, or the fields of one; see `encode`."""
+    """Encode a summary, the fields of an event, or an event that is encoded already."""
     if isinstance(what, bytes):
         return [what], []
     host_step = None if step is None else int(step)
@@ -50,11 +50,9 @@ def encode(
         return [event.SerializeToString()], []
     # All transfers start before the first is waited for.
     for leaf in jax.tree.leaves(summary):
-        if (
-            isinstance(leaf, jax.Array)
-            and not (leaf.is_deleted() or is_here(leaf))
-            and leaf.is_fully_addressable
-        ):
+        if not isinstance(leaf, jax.Array) or leaf.is_deleted() or is_here(leaf):
+            continue
+        if leaf.is_fully_addressable:
             leaf.copy_to_host_async()
     # The age of values is the number of steps between theirs and the last one: parts may hold
     # different numbers of steps, and all end at the last.
@@ -223,8 +221,8 @@ def _histogram_proto(counts: NumPyArray, moments: _Moments) -> Any:
     (filled,) = np.nonzero(counts)
     # TensorFlow also writes the empty buckets at either end. They are omitted here: TensorBoard
     # replaces their limits by the extremes, which gives buckets that end before they begin. A
-    # bucket begins where the one before it ends, so that in front of each filled one, the last of
-    # several empty ones is written.
+    # bucket begins where the one before it ends, so the empty bucket before a filled one is
+    # written.
     ends = np.union1d(filled, filled[1:] - 1) if filled.size else np.array([-1])
     return proto("HistogramProto")(
         min=moments.low,
@@ -288,4 +286,6 @@ def to_proto(summary: Summary) -> Any:
             f"summary {summary.tags[0]!r} holds {len(events)} steps; use "
             "jax.tree.map(lambda x: x[i], summary)"
         )
-    return proto("Event").FromString(events[0]).summary if events else proto("Summary")()
+    if not events:
+        return proto("Summary")()
+    return proto("Event").FromString(events[0]).summary

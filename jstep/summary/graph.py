@@ -63,7 +63,7 @@ def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
 def _graph_of_traced(traced: Any) -> Any:
     graph = _Graph()
     program = traced.jaxpr.jaxpr
-    # Paths in (positional arguments, keyword arguments): the first key tells which of them.
+    # The paths are in (positional arguments, keyword arguments); the first key is dropped.
     arguments = trees.leaf_paths(traced.args_info, is_leaf=lambda info: hasattr(info, "donated"))
     paths = [path.partition("/")[2] for path in arguments]
     for var, path in zip(program.invars, paths, strict=True):
@@ -72,7 +72,11 @@ def _graph_of_traced(traced: Any) -> Any:
         graph.add("constant", "Const", results=[var])
     for eqn in program.eqns:
         op = eqn.primitive.name
-        name = f"{_scope(jaxprs.name_stack(eqn))}/{eqn.params.get('name') or op}"
+        stack = jaxprs.name_stack(eqn)
+        scope = re.sub(r"[\w.\-]+\(|\)", "", stack)  # without the names of transformations
+        if "transpose(" in stack:
+            scope = f"{GRADIENTS}/{scope}"
+        name = f"{scope}/{eqn.params.get('name') or op}"
         graph.add(name, op, jaxprs.variables(eqn.invars), eqn.outvars)
     for atom, path in zip(program.outvars, trees.leaf_paths(traced.out_info), strict=True):
         graph.add(f"result/{path}", "Result", jaxprs.variables([atom]))
@@ -97,11 +101,6 @@ def _graph_of_lowered(lowered: Any) -> Any:
             called = str(op.attributes["callee"])
         graph.add(called.strip('@"'), op.name, op.operands, op.results)
     return graph.proto
-
-
-def _scope(stack: str) -> str:
-    scope = re.sub(r"[\w.\-]+\(|\)", "", stack)
-    return f"{GRADIENTS}/{scope}" if "transpose(" in stack else scope
 
 
 @shortens_tracebacks
@@ -131,9 +130,8 @@ def write_graph(
 
     Source: TensorFlow's `tf.train.write_graph`.
     """
-    path = join_path(
-        location(logdir, "logdir"), checks.as_string(name, "name", "the name of a file in logdir")
-    )
+    directory = location(logdir, "logdir")
+    path = join_path(directory, checks.as_string(name, "name", "the name of a file in logdir"))
     staged = _staged(graph, (), {})
     if not checks.as_bool(as_text, "as_text"):
         data = graph_def(staged).SerializeToString()
@@ -155,12 +153,16 @@ def _staged(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
         if not is_graph_def:
             return graph
-        data = bytes(graph) if isinstance(graph, bytes | bytearray) else graph.SerializeToString()
+        if isinstance(graph, bytes | bytearray):
+            data = bytes(graph)
+        else:
+            data = graph.SerializeToString()
         return parse_message(data, "GraphDef", "graph")
     if not callable(graph):
         raise TypeError(
             "graph: must be a Traced, Lowered or GraphDef, or take no arguments, got "
             f"{checks.describe_type(graph)}"
         )
-    traceable = graph if hasattr(graph, "trace") else jax.jit(graph)
-    return traceable.trace(*args, **kwargs)
+    if not hasattr(graph, "trace"):
+        graph = jax.jit(graph)
+    return graph.trace(*args, **kwargs)

@@ -80,7 +80,7 @@ def open_event_file(logdir: str, flush_secs: float, suffix: str = "") -> Sink:
     if is_url(logdir):
         objects = Objects(logdir)
         with objects.time_limit(START_TIMEOUT_SECS):
-            names = _file_names(_names_there(objects), suffix)
+            names = _file_names(_names_in_store(objects), suffix)
             # Each object begins with the first record of an event file; the first one is written
             # here.
             return ObjectAppender(objects, names.__next__, _first_record(), flush_secs)
@@ -92,7 +92,7 @@ def open_event_file(logdir: str, flush_secs: float, suffix: str = "") -> Sink:
         ) from error
 
 
-def _names_there(objects: Objects) -> list[str]:
+def _names_in_store(objects: Objects) -> list[str]:
     return list(objects.list(_PREFIX, _PREFIX + "~"))
 
 
@@ -161,9 +161,11 @@ def marks_of_start(path: str, step: int, *, owns_directory: bool, is_new: bool) 
         is_new: Whether the run resumes from nothing.
     """
     logdir, new_name = split_path(path)
-    names = (
-        _names_there(Objects(logdir)) if is_url(logdir) else filter(is_event_file, names_in(logdir))
-    )
+    names: Iterable[str]
+    if is_url(logdir):
+        names = _names_in_store(Objects(logdir))
+    else:
+        names = filter(is_event_file, names_in(logdir))
     new_writer = Writer.parse(new_name)
     process = f".{socket.gethostname()}.{os.getpid()}."
     writers: dict[str, Writer] = {}
@@ -177,8 +179,8 @@ def marks_of_start(path: str, step: int, *, owns_directory: bool, is_new: bool) 
         writers[name] = writer
         is_in_place = owns_directory and writer.directory == new_writer.directory
         if writer.run is None:
-            # The program itself may write here by another library, or by a writer of its own, as an
-            # earlier start of it did.
+            # The program itself may write here by another library or writer, and so may earlier
+            # starts of it.
             if process not in name:
                 strangers.append(name)
         elif writer.run == new_writer.run or is_in_place:

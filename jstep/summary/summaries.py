@@ -110,7 +110,7 @@ class Summary:
     def __repr__(self) -> str:
         return f"Summary({', '.join(map(repr, self.tags))})"
 
-    # What `minimize` calls, which knows summaries only as what a loss has created.
+    # Called by `minimize`, which does not import this module (`Collector`).
 
     def _joined(self, aux: Mapping[str, Any]) -> "tuple[Mapping[str, Any], Summary]":
         return join_returned(aux, self)
@@ -139,12 +139,14 @@ _copy = jax.jit(jnp.copy)
 
 
 def is_here(x: jax.Array) -> bool:
-    can_be_asked = hasattr(x, "is_ready")
-    return can_be_asked and x.is_fully_addressable and trees.is_ready(x) and is_on_cpus(x)
+    """Whether an array can be read without waiting: it is computed, in the memory of this host."""
+    if not hasattr(x, "is_ready") or not x.is_fully_addressable:
+        return False
+    return trees.is_ready(x) and is_on_cpus(x)
 
 
 def keep(x: object) -> Any:
-    """Return a value that stays what it is until it is written.
+    """Return a value that does not change until it is written.
 
     An array of the training state is deleted when it is donated to the next step; a NumPy array can
     be written to.
@@ -158,7 +160,9 @@ def keep(x: object) -> Any:
         if not x.is_fully_addressable and x.is_fully_replicated:
             x = x.addressable_data(0)
         return _copy(x)
-    return x.copy() if isinstance(x, np.ndarray) else x
+    if isinstance(x, np.ndarray):
+        return x.copy()
+    return x
 
 
 # Named collections of summaries, and merging.
@@ -278,7 +282,10 @@ def merge_all(key: str = SUMMARIES) -> Summary | None:
     """
     as_string(key, "key", "the name of a collection")
     collector = _innermost_collector(key)
-    expected_trace = _no_trace() if collector is None else collector.trace
+    if collector is None:
+        expected_trace = _no_trace()
+    else:
+        expected_trace = collector.trace
     if _trace() != expected_trace:
         what = f"merge_all({key!r}) was called inside a function that JAX is tracing"
         raise RuntimeError(f"{what}; wrap it before: jax.jit(jstep.summary.collect(fn))")
@@ -446,7 +453,7 @@ def mark_skipped(summary: Summary, skipped: object) -> Summary:
     """Note in its histograms whether the step that made a summary has skipped its update."""
     parts: list[Part] = []
     for part in summary.parts:
-        parts.append(
-            dataclasses.replace(part, skipped=skipped) if type(part) is Histogram else part
-        )
+        if type(part) is Histogram:
+            part = dataclasses.replace(part, skipped=skipped)
+        parts.append(part)
     return Summary(tuple(parts))

@@ -44,8 +44,7 @@ NAP = 0.1
 _running: weakref.WeakSet["Worker"] = weakref.WeakSet()
 
 
-# Not a record, of which many small ones would keep the garbage collector busy: a tuple of objects
-# that exist.
+# Not a class: many small instances would keep the garbage collector busy.
 _Job: TypeAlias = tuple[Any, Any, float, int]
 """The data to write, or a function, its step, its time, its bytes."""
 
@@ -63,8 +62,8 @@ class Worker:
         self._max_queue = max_queue
         self._flush_secs = flush_secs
 
-        # What callers hand to the thread. All but the thread's `popleft` is done while `_changed`
-        # is held. A reentrant lock: the garbage collector may call `request_close` on a thread that
+        # The jobs of the thread. Everything but the thread's `popleft` is done while `_changed` is
+        # held. A reentrant lock: the garbage collector may call `request_close` on a thread that
         # holds it.
         self._changed = threading.Condition()
         self._jobs: collections.deque[_Job] = collections.deque()
@@ -78,7 +77,7 @@ class Worker:
         self._error: Exception | None = None
         self._broken: Exception | None = None
 
-        # Of the thread alone: records that are not in the file, and when they must be.
+        # Used by the thread alone: records that are not in the file yet, and when they must be.
         self._buffer: list[bytes] = []
         self._due = 0.0
         name = f"jstep-summary-{os.path.basename(self.path)}"
@@ -102,7 +101,7 @@ class Worker:
 
     def take_error(self) -> Exception | None:
         error = self._error
-        # Not set to None if it is None: the thread may have an error in between, which would be
+        # Not set to None unconditionally: the thread may set an error in between, which would be
         # lost.
         if error is not None:
             self._error = None
@@ -174,9 +173,9 @@ class Worker:
                     what()
                 else:
                     self._write(what, step, wall_time)
-                # Their arrays would stay on the device until the next job.
+                # Otherwise their arrays would stay on the device until the next job.
                 del what, step
-                # Otherwise no caller waits for room.
+                # Only then may a caller be waiting for room.
                 if size or len(self._jobs) >= MAX_JOBS:
                     with self._changed:
                         self._bytes -= size
@@ -311,7 +310,9 @@ class SummaryWriter:
         flush_secs = as_number(
             flush_secs, "flush_secs", low=0, above=True, finite=False, meaning="seconds"
         )
-        suffix = "" if filename_suffix is None else as_string(filename_suffix, "filename_suffix")
+        suffix = ""
+        if filename_suffix is not None:
+            suffix = as_string(filename_suffix, "filename_suffix")
         if "/" in suffix:
             raise ValueError(
                 f"filename_suffix={suffix!r}: must be the end of a file's name, without '/'"
@@ -322,9 +323,8 @@ class SummaryWriter:
         import_extra(CHECKSUMS)
         proto("Event")
         if processes.is_process_0():
-            self._worker = Worker(
-                open_event_file(self.logdir, flush_secs, suffix), max_queue, flush_secs
-            )
+            sink = open_event_file(self.logdir, flush_secs, suffix)
+            self._worker = Worker(sink, max_queue, flush_secs)
             # The thread of a garbage-collected writer finishes its jobs; the interpreter waits for
             # it at exit.
             weakref.finalize(self, self._worker.request_close).atexit = False
@@ -358,9 +358,8 @@ class SummaryWriter:
         if type(summary) is not Summary:
             if summary is None:
                 return
-            self._put(
-                {"summary": proto("Summary").FromString(as_serialized(summary, "Summary"))}, step
-            )
+            message = proto("Summary").FromString(as_serialized(summary, "Summary"))
+            self._put({"summary": message}, step)
             return
         size = 0
         for part in summary.parts:
@@ -427,9 +426,8 @@ class SummaryWriter:
                 "add_session_log: must be a SessionLog or its status, not "
                 f"{describe_type(session_log)}"
             )
-        self._put(
-            {"session_log": proto("SessionLog").FromString(session_log.SerializeToString())}, step
-        )
+        message = proto("SessionLog").FromString(session_log.SerializeToString())
+        self._put({"session_log": message}, step)
 
     def add_hparams(self, hparams: Mapping[str, Any]) -> None:
         """Write hyperparameters, which TensorBoard's HParams tab shows beside each run's scalars.
@@ -561,7 +559,7 @@ def _flat(hparams: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield f"{prefix}{key}", value
 
 
-# What a run does with its writer beside the methods that users call.
+# Functions for runs, beside the methods that users call.
 
 
 def request_flush(writer: SummaryWriter) -> None:
