@@ -56,7 +56,7 @@ class Range:
 def array_range(array: np.ndarray[Any, Any]) -> Range:
     numbers = array
     if np.iscomplexobj(numbers):
-        # A sum of parts of which one is not finite is not finite either.
+        # A sum is not finite if one of its parts is not.
         is_finite = np.isfinite(numbers.real) & np.isfinite(numbers.imag)
         numbers = np.where(is_finite, np.abs(numbers), numbers.real + numbers.imag)
     if is_inexact(numbers.dtype):
@@ -168,7 +168,7 @@ def _largest_differences(
 
 
 def _largest_gap(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
-    """The largest difference of integers, in uint64, as that of two int64 may overflow int64."""
+    """Return the largest difference of integers, in uint64, as int64 might overflow."""
     larger = np.maximum(a, b)
     smaller = np.minimum(a, b)
     return int((larger.astype(np.uint64) - smaller.astype(np.uint64)).max())

@@ -315,7 +315,7 @@ def _numbers(leaf: Leaf, array: np.ndarray[Any, Any]) -> dict[str, Any]:
         numbers["min"] = value_range.low
         numbers["max"] = value_range.high
     else:
-        # Not those of the range, which are floats: beyond 2**53 these are not exact.
+        # Not the bounds of the range, which are floats, and inexact beyond 2**53.
         numbers["min"] = int(array.min())
         numbers["max"] = int(array.max())
     values = (np.abs(array) if np.iscomplexobj(array) else array).astype(np.float64)
@@ -332,7 +332,7 @@ be read now."""
 
 
 class _Check(NamedTuple):
-    """What a checkpoint was found to be: the verdict, and what is wrong with it."""
+    """The verdict on a checkpoint, and its defects."""
 
     verdict: str
     problems: list[str]

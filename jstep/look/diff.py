@@ -358,7 +358,7 @@ def _compare_steps(a: _Side, b: _Side) -> dict[str, Any]:
         )
     common = [step for step, _ in keys]
     positions: dict[str, Any] = {}
-    # `same_before` is the number of common steps before this one, all of which are the same.
+    # `same_before` is the number of common steps before this one; all of them are the same.
     for same_before, key in enumerate(keys):
         leaves: list[LeafDifference] | None
         if a.kind == _LOG:

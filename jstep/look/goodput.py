@@ -24,8 +24,7 @@ from jstep.record.schema import ProcessRecord, Start
 from jstep.record.starts import MAX_STARTS, find_starts, valid
 from jstep.stores.urls import absolute, location
 
-# The time of stepping is divided into that of the steps that the run kept, and that of the steps
-# that it lost.
+# The time of stepping is divided into the time of steps that the run kept, and of those it lost.
 _PARTS = ("productive", "rewound", *(phase for phase in PHASES if phase != STEPPING), "down")
 STALLED = "stalled"
 """The part to which stalls in any phase belong."""
@@ -196,7 +195,7 @@ def goodput(directory: str | os.PathLike[str], prefix: str = "model") -> Goodput
 
 
 def goodput_of_starts(starts: Sequence[Start]) -> Goodput:
-    """Sum the times of all starts of a run, oldest first, of which some may be unreadable."""
+    """Sum the times of all starts of a run, oldest first; some may be unreadable."""
     readable = valid(starts)
     if not readable:
         raise ValueError("none of its starts can be read")
@@ -323,7 +322,7 @@ def total_at(start: Start, step: float, final: float, column: int) -> float:
     for (step_a, total_a), (step_b, total_b) in itertools.pairwise(totals):
         if step <= step_b:
             interpolated = total_a + (total_b - total_a) * (step - step_a) / (step_b - step_a)
-            # The saves may be those of somebody else's file, and exceed the final total.
+            # The saves may be from a file of another program, and exceed the final total.
             return min(final, max(0.0, interpolated))
     return final
 

@@ -233,8 +233,8 @@ def _table(sweep: Sweep) -> list[str]:
     best_values = [None if best is None else best[0] for best in sweep.best]
     best_steps = [None if best is None else best[1] for best in sweep.best]
     columns = {
-        "status": list(map(_status_cell, runs)),
-        "step": list(map(_step_cell, runs)),
+        "status": [_cell(status_text(run)) for run in runs],
+        "step": [_step_cell(run) for run in runs],
         f"best {sweep.metric.name}": list(map(_number, best_values)),
         "at step": list(map(_number, best_steps)),
     }
@@ -306,19 +306,19 @@ def _name_cell(sweep: Sweep, i: int, depth: int) -> str:
     return _cell(text, _MAX_NAME, swatch=swatch, padding=padding)
 
 
-def _status_cell(run: RunSummary) -> str:
-    return _cell(status_text(run))
-
-
 def _step_cell(run: RunSummary) -> str:
+    if run.error:
+        return "<td></td>"
     text = f"{run.step}" if run.last_step is None else f"{run.step}/{run.last_step}"
-    return "<td></td>" if run.error else _cell(text, number=float(run.step))
+    return _cell(text, number=float(run.step))
 
 
 def _option_cell(value: Any) -> str:
     if value is None:
         return "<td></td>"
-    return _number(value, value_text) if is_finite_number(value) else _cell(value_text(value))
+    if is_finite_number(value):
+        return _number(value, value_text)
+    return _cell(value_text(value))
 
 
 # Curves.
@@ -337,7 +337,7 @@ def _curves(sweep: Sweep) -> list[str]:
         pictures.setdefault(title, []).append(tag)
 
     def rank(title: str) -> tuple[bool, bool, bool]:
-        # The metric that ranks the runs is first, then losses, then what is not of an evaluation.
+        # The metric that ranks the runs is first, then losses, then other metrics of training.
         return title != sweep.metric.name, title.rpartition("/")[2] != "loss", "/" in title
 
     titles = sorted(pictures, key=rank)

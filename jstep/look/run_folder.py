@@ -241,8 +241,8 @@ class RunFolder:
         with contextlib.suppress(OSError):
             stalls, _ = read_stalls(self.path, self.prefix)
             for stall in stalls:
-                # Of process 0, the PID tells this start from another one; those of other processes
-                # are not recorded.
+                # The PID of process 0 tells this start from others; PIDs of other processes are not
+                # recorded.
                 is_other_process = stall["process"] != 0
                 is_same_pid = stall["pid"] == process.get("pid")
                 if stall["stall"] and (is_other_process or is_same_pid):
@@ -440,7 +440,7 @@ def _first_batch(start: Start) -> str | None:
 
 
 def first_batch_lines(start: Mapping[str, Any]) -> list[str]:
-    """Say what is known of the first batch of a restart; one that differs is among its changes."""
+    """Describe the first batch of a restart; one that differs is among the changes."""
     if start["changes"] is None:
         return []
     if start["first_batch"] == _EQUAL:

@@ -159,7 +159,7 @@ def summarize(folder: RunFolder) -> RunSummary:
 
 
 def _summary(folder: RunFolder) -> RunSummary:
-    """Summarize a run, of which some start can be read.
+    """Summarize a run that has a start that can be read.
 
     Each of these starts answers for a part of it:
 
@@ -209,7 +209,7 @@ def _summary(folder: RunFolder) -> RunSummary:
     utilization = None
     for start in starts:
         utilization = start["mfu"] or utilization
-    # A copy was nowhere else: the directories in its record are those of its original.
+    # A copy was not elsewhere before: its record has the directories of the original.
     former_paths: Sequence[str] = () if folder.original else _former_paths(folder)
     best, paths = _best(folder, ending)
     return RunSummary(
@@ -378,7 +378,7 @@ def _notes_on_parent(folder: RunFolder, ending: Start) -> dict[str, str]:
 
 
 def _note_on_origin(folder: RunFolder, ending: Start, trained: Start, name: str) -> str | None:
-    """Say why a metric's best value may not compare with those of the last start that trained."""
+    """Return why a best value may not compare with values of the last start that trained."""
     _, step, path = ending["best"][name]
     if step > _parent_step(ending) and _where_to_look(path, folder.recorded_run(ending)) is None:
         return "as recorded: its checkpoint is elsewhere, and was not looked for"

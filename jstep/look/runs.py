@@ -67,8 +67,7 @@ def _start_with_setup(folders: RunFolders, run: RunSummary) -> Mapping[str, Any]
 def differences_of(starts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return name → the values of the starts, for what differs; an empty start is unknown.
 
-    A hash, of which only the beginning is shown, is left out if another value of its section
-    differs, too.
+    A hash, which is shown in part, is left out if another value of its section differs, too.
     """
     values_of_starts = [values_of(start) if start else {} for start in starts]
     sections: dict[str, str] = {}
@@ -85,7 +84,7 @@ def differences_of(starts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
             differing[name] = row
     explained = {sections[name] for name in differing if not _is_hash(name)}
     shown: dict[str, list[Any]] = {}
-    # Options first: they are what whoever started the runs has chosen.
+    # Options first, as the user has chosen them.
     for name in sorted(differing, key=lambda name: sections[name] != "config"):
         row = differing[name]
         if _is_hash(name):
@@ -244,7 +243,7 @@ _LEAST_CUT = 16
 
 
 class Row(NamedTuple):
-    """A run in a table; `branch` is what is drawn in front of its name."""
+    """A run in a table; `branch` is drawn in front of its name."""
 
     run: RunSummary
     branch: str = ""
@@ -459,7 +458,7 @@ def _former_name(run: RunSummary) -> str:
 
 
 def messages(rows: Sequence[Row]) -> list[str]:
-    """A line for each run of which there is more to say than its status."""
+    """Return a line for each run whose status does not say everything."""
     lines: list[str] = []
     for row, name in zip(rows, run_names([row.run for row in rows]), strict=True):
         text = status_text(row.run)

@@ -396,16 +396,16 @@ def seed_groups(
     others = [values for name, values in differences.items() if not is_seed(name)]
     groups: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
-        # A run that is not known to have trained, of which all differences are None, is in no
-        # group.
+        # A run that is not known to have trained has only None as differences, and is in no group.
         if row.folder.start_with_setup:
             key = json.dumps([row.run.parent, *[values[i] for values in others]], default=str)
             groups.setdefault(key, []).append(i)
-    return [group for group in groups.values() if _differ_in_seed(group, seeds)]
-
-
-def _differ_in_seed(group: Sequence[int], seeds: Sequence[Sequence[Any]]) -> bool:
-    return any(len({str(values[i]) for i in group}) > 1 for values in seeds)
+    found: list[list[int]] = []
+    for group in groups.values():
+        seeds_of_runs = {tuple(str(values[i]) for values in seeds) for i in group}
+        if len(seeds_of_runs) > 1:
+            found.append(group)
+    return found
 
 
 # All of it.
