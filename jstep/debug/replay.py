@@ -148,7 +148,7 @@ def loss_in(metrics: Any) -> np.ndarray[Any, Any] | None:
 
 
 def prefix_of(checkpoint_dir: Any, prefix: str) -> str:
-    """Return the prefix of a run: that of a `Saver` unless the user has given another one."""
+    """Return the prefix of a run: the `Saver`'s, unless the user has given another one."""
     if isinstance(checkpoint_dir, Saver) and prefix == "model":
         return checkpoint_dir.prefix
     return prefix
@@ -277,7 +277,7 @@ class _RecordedNumbers:
         if recorded is None:
             return
         loss = loss_in(call.metrics)
-        # The members of a population have a loss each, of which none is recorded.
+        # Each member of a population has a loss, which is not recorded.
         if loss is not None and loss.size == 1:
             is_close = bool(np.isclose(loss, recorded, rtol=_CLOSE, equal_nan=True).all())
             if not is_close:

@@ -426,7 +426,7 @@ def update_averages(
     next_step = jnp.asarray(inputs.step) + 1
     leaves = trees.flatten_like(params, averages, "averages")
     new_updates = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
-    weights: dict[int, _Weights] = {}  # by the age of the leaves, which those of a label share
+    weights: dict[int, _Weights] = {}  # by age, which the leaves of a label share
 
     def weights_of(start: Any) -> _Weights:
         if id(start) not in weights:

@@ -276,7 +276,7 @@ def _value_bounds(
 ) -> dict[str, Any]:
     if not isinstance(limit, tuple | list):
         high = as_hyperparameter("by_value", limit, low=0, above=True)
-        if isinstance(high, Held):  # one slot, of which the minimum is the negative
+        if isinstance(high, Held):  # one slot, whose negative is the minimum
             return {"clip_by_value_max": high}
         return {"clip_by_value_max": high, "clip_by_value_min": _negative(high)}
     if len(limit) != 2:
@@ -289,13 +289,17 @@ def _value_bounds(
 
 
 def _negative(value: Any) -> Any:
-    return (lambda step: -value(step)) if callable(value) else -value
+    if callable(value):
+        return lambda step: -value(step)
+    return -value
 
 
 def _unit_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
     if sum(size > 1 for size in shape) <= 1:
         return tuple(range(len(shape)))
-    return (0,) if len(shape) <= 3 else tuple(range(len(shape) - 1))
+    if len(shape) <= 3:
+        return (0,)
+    return tuple(range(len(shape) - 1))
 
 
 def _clipped_units(g: Array, p: Array, ratio: object, axes: tuple[int, ...]) -> Array:

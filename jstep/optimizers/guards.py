@@ -177,7 +177,9 @@ def conditional_update(
 
     def select_leaf(old_leaf: Any, new_leaf: Any) -> Any:
         # `call_with_loaded` has chosen between the values of slots in host memory.
-        return new_leaf if is_on_host(new_leaf) else _select(condition, old_leaf, new_leaf)
+        if is_on_host(new_leaf):
+            return new_leaf
+        return _select(condition, old_leaf, new_leaf)
 
     return updates, {name: slot(name, new) for name, new in new_slots.items()}
 

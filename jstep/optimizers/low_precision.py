@@ -111,7 +111,9 @@ def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> 
 
 
 def _rounded(p: Any, master: Any) -> Any:
-    return master.astype(p.dtype) if trees.is_trainable(p) else master
+    if not trees.is_trainable(p):
+        return master
+    return master.astype(p.dtype)
 
 
 def _moved_master(slots: Slots, u: object, p: Any) -> tuple[Array, Slots]:

@@ -588,8 +588,13 @@ def _check_values(values: dict[str, Any], argument: str) -> dict[str, Any]:
 
 
 def _as_rule(measure: Callable[..., Any]) -> Callable[..., tuple[Any, LeafSlots]]:
-    """Return a rule whose result is that of `measure`, and which changes no slot."""
-    return functools.wraps(measure)(lambda g, p, slots, h: (measure(g, p, slots, h), {}))
+    """Return a rule with the result of `measure`, which changes no slot."""
+
+    @functools.wraps(measure)
+    def rule(g: Any, p: Any, slots: Any, h: Any) -> tuple[Any, LeafSlots]:
+        return measure(g, p, slots, h), {}
+
+    return rule
 
 
 def _scalar(name: str, value: object, global_step: Step) -> Array:

@@ -466,7 +466,7 @@ def _undonated(compiled: Any, state: TrainState) -> list[str]:
     possible_states = [result, result[0]] if isinstance(result, tuple) and result else [result]
     if jax.tree.structure(state) not in map(jax.tree.structure, possible_states):
         return []
-    # Not strict: the state is the first argument, and the donations are those of all.
+    # Not strict: the state is the first argument, and there are donations of all arguments.
     pairs = zip(jax.tree.leaves(state), _are_donated(compiled), strict=False)
     undonated = bytes_per_device([leaf for leaf, is_donated in pairs if not is_donated])
     if not undonated:

@@ -143,9 +143,10 @@ def parse_topology(name: str, argument: str = "name") -> Name:
     kind = match[1]
     sizes = tuple(map(int, match[2].split("x")))
     slices = int(match[3] or 1)
-    expected = (
-        _expected_gpus(sizes, match[3]) if kind in GPUS else _expected_tpus(kind, sizes, slices)
-    )
+    if kind in GPUS:
+        expected = _expected_gpus(sizes, match[3])
+    else:
+        expected = _expected_tpus(kind, sizes, slices)
     if expected is not None:
         raise ValueError(f"{argument}={name!r}: must be {expected}")
     if kind in GPUS and len(sizes) == 1:
@@ -443,11 +444,10 @@ def _cuda_roots() -> list[str]:
 
 
 def _has_cuda_compiler() -> bool:
-    return any(_has_compiler_files(root) for root in _cuda_roots())
-
-
-def _has_compiler_files(root: str) -> bool:
-    return all(os.path.exists(f"{root}/{file}") for file in _COMPILER_FILES)
+    for root in _cuda_roots():
+        if all(os.path.exists(f"{root}/{file}") for file in _COMPILER_FILES):
+            return True
+    return False
 
 
 def _compiler_of(name: Name) -> str:

@@ -82,7 +82,7 @@ def find_widths(
 
 
 def _matching_leaves(target: Tree, tree: Tree, what: str) -> list[Any]:
-    """Return the leaves of a tree, which must have those of the target."""
+    """Return the leaves of a tree, which must have the leaves of the target."""
     # Compare keys, not structures: modules of Equinox and others store their width in the
     # structure.
     expected = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(target)]
@@ -513,7 +513,7 @@ def _slope(changes: Mapping[int, float]) -> float:
 
 
 class _Means(NamedTuple):
-    """The mean absolute value of an activation before training, and that of its change."""
+    """The mean absolute values of an activation before training, and of its change."""
 
     size: float
     change: float

@@ -285,7 +285,7 @@ class BoundedQueue:
     # Waiting; the mutex is held.
 
     def _wait(self, is_ready: Callable[[], bool], *, is_dequeue: bool = False) -> None:
-        """Wait until `is_ready()`; a change wakes all threads that wait, and each asks anew."""
+        """Wait until `is_ready()`; a change wakes all waiting threads, which check it again."""
         began = time.monotonic()
         while not is_ready():
             self._waiting += 1
@@ -318,14 +318,14 @@ class BoundedQueue:
             self._changed.notify_all()
 
     def _can_add(self) -> bool:
-        return self._cancelled or (
-            not self._adding and len(self._items) + len(self._pool) < self._room
-        )
+        if self._cancelled:
+            return True
+        return not self._adding and len(self._items) + len(self._pool) < self._room
 
     def _can_take(self) -> bool:
-        return not self._collecting and (
-            len(self._items) + len(self._pool) > self._min_after or self._has_ended()
-        )
+        if self._collecting:
+            return False
+        return len(self._items) + len(self._pool) > self._min_after or self._has_ended()
 
     def _wait_to_add(self, wait: Callable[..., None], *args: Any) -> None:
         """Wait for room by `wait(*args)`. A closed queue has not ended while a thread waits here.

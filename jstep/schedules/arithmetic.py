@@ -167,9 +167,9 @@ def as_float_or_array(name: str, value: object, **bounds: Unpack[Bounds]) -> Any
     # Infinities are allowed, unless the bounds say otherwise.
     all_bounds: Bounds = {"finite": False, **bounds}
     number = as_scalar(value, name, **all_bounds)
-    return (
-        number if isinstance(number, float) else jnp.asarray(number).astype(trees.default_float())
-    )
+    if isinstance(number, float):
+        return number
+    return jnp.asarray(number).astype(trees.default_float())
 
 
 # Exact step arithmetic: steps are split into whole and fractional periods before conversion to
