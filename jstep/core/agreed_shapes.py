@@ -28,7 +28,12 @@ class AgreedShapes:
             shapes: What differs if the shapes of `args` do; None if it is not known yet.
         """
         if shapes is None:
-            shapes = _shapes_of(args)
+            leaves, treedef = trees.flatten(args)
+            types = [
+                (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf)
+                for leaf in leaves
+            ]
+            shapes = (treedef, *types)
         if shapes in self._known:
             return
         step = getattr(state, "global_step", None)
@@ -43,12 +48,6 @@ class AgreedShapes:
                     f"{batch} on {process}"
                 )
         self._known.add(shapes)
-
-
-def _shapes_of(args: tuple[Any, ...]) -> Hashable:
-    leaves, treedef = trees.flatten(args)
-    types = ((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf) for leaf in leaves)
-    return treedef, *types
 
 
 def _spans_processes(leaf: object) -> bool:

@@ -357,7 +357,9 @@ def _action_outside_python(number: signal.Signals) -> Any:
         return None
     action = ctypes.create_string_buffer(512)  # a `struct sigaction`, which begins with the handler
     is_found = ctypes.CDLL(None).sigaction(int(number), None, action) == 0
-    return action if is_found and any(action.raw[: ctypes.sizeof(ctypes.c_void_p)]) else None
+    if not is_found or not any(action.raw[: ctypes.sizeof(ctypes.c_void_p)]):
+        return None
+    return action
 
 
 # Processes that are forked during a run.

@@ -87,20 +87,18 @@ def html_table(
         )
         parts.append(f"<tr>{cells}</tr>")
     for row in rows:
-        parts.append(f'<tr style="background: none">{_html_cells(row)}</tr>')
+        parts.append('<tr style="background: none">')
+        for i, cell in enumerate(row):
+            # Not `strip()` for the first cell: the table of runs indents branches.
+            text = cell.strip() if i else cell.rstrip()
+            parts.append(f'<td style="{_RIGHT if i else _LEFT}">{html_text(text)}</td>')
+        parts.append("</tr>")
     parts.append("</table>")
     parts += [
         f'<div style="font-size: 0.92em; margin-top: 0.3em">{html_text(note)}</div>'
         for note in notes
     ]
     return "".join([*parts, "</div>"])
-
-
-def _html_cells(row: Sequence[str]) -> str:
-    # Not `strip()` for the first cell: the table of runs indents branches.
-    cells = [f'<td style="{_LEFT}">{html_text(row[0].rstrip())}</td>'] if row else []
-    cells += [f'<td style="{_RIGHT}">{html_text(cell.strip())}</td>' for cell in row[1:]]
-    return "".join(cells)
 
 
 class Tabular:

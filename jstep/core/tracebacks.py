@@ -84,7 +84,9 @@ def original_error(error: BaseException) -> BaseException:
         return error
     is_assignment = frames[-1].f_code.co_name == "__setattr__"
     is_of_contextlib = frames[0].f_code.co_filename == contextlib.__file__
-    return error.__context__ if is_assignment and is_of_contextlib else error
+    if is_assignment and is_of_contextlib:
+        return error.__context__
+    return error
 
 
 def shorten(error: BaseException) -> None:

@@ -242,6 +242,7 @@ class FromState(BatchSource):
             self._previous_position = None  # from here on, only the position after the batch exists
 
     def end(self) -> None:
+        # `begin_fetch` has just read a small position. A large one is read once it is needed.
         self._is_frozen = not self._is_large
 
     def position_after(self, steps: int) -> Any:

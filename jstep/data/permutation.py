@@ -150,7 +150,9 @@ class _Block(NamedTuple):
         if (epoch, width, distance) != (self.epoch, self.lines.shape[1], self.distance):
             return None
         line, offset = divmod(start - self.start, self.distance)
-        return line if offset == 0 and line >= 0 else None
+        if offset != 0 or line < 0:
+            return None
+        return line
 
 
 class Lookahead:

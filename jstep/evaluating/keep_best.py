@@ -205,7 +205,9 @@ class KeepBest(MetricReader):
         self.close()
         run = self._run
         check_shared(self._directory, "KeepBest: directory")
-        leave_out = None if run is None or run.saver is None else run.saver.leave_out
+        leave_out = None
+        if run is not None and run.saver is not None:
+            leave_out = run.saver.leave_out
         saver = Saver(self._directory, prefix=self._prefix, max_to_keep=None, leave_out=leave_out)
         self._saver = saver
         self._saved = _SavedPaths(None if run is None else run.background)

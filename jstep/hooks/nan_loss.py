@@ -141,6 +141,7 @@ class NanLossHook(RunHook):
             self._bad_gradient = totals.bad_gradient_step
         bad = totals.bad
         limit_step = totals.skip_limit_step if self.max_skipped_steps else None
+        # If there are both, the earlier step is reported.
         if bad is not None and (limit_step is None or bad.step <= limit_step):
             # Set before raising, so that the state is not saved when the run fails.
             self._is_bad = True
