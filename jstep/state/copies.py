@@ -34,9 +34,9 @@ def replace_params(state: Tree, params: Params) -> tuple[Params, Slots]:
             "whose slots have no roles; give both: state.replace(params=…, slots=…)"
         )
     if trees.structure(params) != treedef:
-        different = describe_difference(params, state.params) or (
-            "with the same paths, in other containers"
-        )
+        different = describe_difference(params, state.params)
+        if not different:
+            different = "with the same paths, in other containers"
         raise ValueError(
             f"params: must have the structure of the state's parameters, got a tree {different}"
         )
@@ -65,7 +65,7 @@ def replace_params(state: Tree, params: Params) -> tuple[Params, Slots]:
 
 def _set(leaf: object, old: Any, path: str, slots: Slots, roles: Roles) -> tuple[Any, Slots]:
     """Return a new leaf of the parameters, and the new leaves of its slots."""
-    # Those of the parameter itself, not the halves of other slots.
+    # The remainders of the parameter itself, not the halves of other slots.
     remainders = [
         name
         for name in slots
@@ -85,13 +85,16 @@ def _set(leaf: object, old: Any, path: str, slots: Slots, roles: Roles) -> tuple
         for name in slots:
             if roles[name] is Role.REMAINDER:
                 continue
-            value = whole if remainders or roles[name] in _MASTERS else stored
+            value = stored
+            if remainders or roles[name] in _MASTERS:
+                value = whole
             half = roles.halves.get(name, "")
             if half in slots:
                 new[name], new[half] = compact_numbers.split_halves(value.astype(jnp.float32))
             else:
                 new[name] = value.astype(slots[name].dtype)
-    return _placed(stored, old), {name: _placed(value, slots[name]) for name, value in new.items()}
+    new = {name: _place_copy(value, slots[name]) for name, value in new.items()}
+    return _place_copy(stored, old), new
 
 
 def _as_old_type(leaf: object, old: Any, path: str, precise: list[Any]) -> Any:
@@ -106,15 +109,20 @@ def _as_old_type(leaf: object, old: Any, path: str, precise: list[Any]) -> Any:
     return value
 
 
-def _placed(value: Any, old: Any) -> Any:
+def _place_copy(value: Any, old: Any) -> Any:
     """Return an unshared array, placed like the old one."""
     if trees.has_tracers((value, old)):
         return placement.place_like_old(jnp.copy(value), old)
     sharding = getattr(old, "sharding", None)
     if isinstance(sharding, NamedSharding):
         return put_leaf(value, sharding)
-    array = jnp.copy(value) if trees.is_key(value) else jnp.array(value, copy=True)
-    return jax.device_put(array, sharding) if getattr(old, "committed", False) else array
+    if trees.is_key(value):
+        array = jnp.copy(value)
+    else:
+        array = jnp.array(value, copy=True)
+    if getattr(old, "committed", False):
+        return jax.device_put(array, sharding)
+    return array
 
 
 def warn_of_copies(
@@ -146,7 +154,7 @@ def warn_of_copies(
             unchanged_slots.append(name)
     if not unchanged_slots:
         return
-    # Equal values in other arrays are no change. Those of tracers are not known.
+    # Equal values in other arrays are not a change. The values of tracers are unknown.
     if not is_traced and all(trees.has_same_bits(new_leaves[i], old_leaves[i]) for i in changed):
         return
     _note_warning(roles)
@@ -174,7 +182,7 @@ IS_STEPPING: contextvars.ContextVar[bool] = contextvars.ContextVar(
 )
 """Whether a train step is being traced or run."""
 _WARNED: "weakref.WeakValueDictionary[int, Roles]" = weakref.WeakValueDictionary()
-"""The roles of states, by identity, for which it was logged outside of a run."""
+"""The roles of states, by identity, for which the warning was logged outside of a run."""
 _OLD_VALUES = (
     "%s: the slots %s still hold the old parameters, averages of them or their sums, and bring "
     "them back in later updates. Use state.with_params(params), which sets these slots, too%s"

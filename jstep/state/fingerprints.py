@@ -79,10 +79,13 @@ def fingerprint(tree: Tree, *, per_leaf: bool = False) -> Any:
     per_leaf = as_bool(per_leaf, "per_leaf")
     paths, leaves, keys = leaves_with_hash_keys(tree)
     if trees.has_tracers(leaves):
-        # Leaves in host memory become constants of the traced program.
-        sums = [
-            device_sums(x) if isinstance(x, jax.Array) else host_sums(np.asarray(x)) for x in leaves
-        ]
+        sums: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, jax.Array):
+                sums.append(device_sums(leaf))
+            else:
+                # It becomes a constant of the traced program.
+                sums.append(host_sums(np.asarray(leaf)))
         hashes = list(_each(jnp.stack(sums), keys))
         if per_leaf:
             return dict(zip(paths, hashes, strict=True))
@@ -96,14 +99,16 @@ def fingerprint(tree: Tree, *, per_leaf: bool = False) -> Any:
             return _total([words for _, words in groups])
         hashes_of_leaves: list[Any] = [None] * len(leaves)
         for numbers, words in groups:
-            rows = _split(words) if isinstance(words, jax.Array) else words
+            rows = words
+            if isinstance(words, jax.Array):
+                rows = _split_rows(words)
             for number, row in zip(numbers, rows, strict=True):
                 hashes_of_leaves[number] = jnp.asarray(row)
         return dict(zip(paths, hashes_of_leaves, strict=True))
 
 
 def leaves_with_hash_keys(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
-    """Return paths, leaves and keys `[4]`; raises the errors of `fingerprint`."""
+    """Return paths, leaves and keys `[n, 4]`; raise the errors of `fingerprint`."""
     check_alive(tree)
     found = StateLeaves(tree)
     paths = found.paths
@@ -198,9 +203,9 @@ class Fingerprints(NamedTuple):
 class LeafFingerprints:
     """The fingerprints of the leaves of states.
 
-    What follows from their structure is computed when that changes: `_paths` and `_groups` fit
-    states of `_structure` whose leaves are of `_kinds`. Without kinds, as before the first state
-    and for NumPy arrays, they are computed for each state.
+    `_paths` and `_groups` fit states of `_structure` whose leaves are of `_kinds`, and are computed
+    again when these change. If the kinds are empty, as before the first state and for NumPy arrays,
+    they are computed for each state.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -220,7 +225,7 @@ class LeafFingerprints:
             kinds = []
         if structure != self._structure or kinds != self._kinds or not kinds:
             self._prepare(tree)
-        # The next comparison finds the same objects, and is faster.
+        # Also if they are equal: the next comparison then finds the same objects, and is faster.
         self._structure = structure
         self._kinds = kinds
         try:
@@ -335,18 +340,26 @@ def _widen_to_bytes(array: Any) -> Any:
         return array.astype(np.float32)
     if name in ("int2", "int4"):
         return array.astype(np.int8)
-    is_unsigned = name in ("uint2", "uint4") or (name == "bool" and isinstance(array, jax.Array))
-    return array.astype(np.uint8) if is_unsigned else array
+    if name in ("uint2", "uint4"):
+        return array.astype(np.uint8)
+    if name == "bool" and isinstance(array, jax.Array):
+        return array.astype(np.uint8)
+    return array
 
 
-def _sums(words: np.ndarray[Any, Any], split: int, half: int) -> np.ndarray[Any, Any]:
+def _sums(words: np.ndarray[Any, Any], row_size: int, half: int) -> np.ndarray[Any, Any]:
+    """Return the sums of words, which are keyed by their row and their position in it.
+
+    A row has the elements that 32 bits can index.
+    """
     total = np.zeros(2, np.uint64)
     base = np.arange(min(_PIECE, len(words)), dtype=U) * U(STRIDE)
-    for row in range(0, len(words), split):
-        row_key = row // split * HIGH + half * HALF
-        for start in range(row, min(row + split, len(words)), _PIECE):
-            piece = words[start : min(start + _PIECE, row + split)]
-            keys = base[: len(piece)] + U(((start - row) * STRIDE + row_key) & MASK)
+    for row_start in range(0, len(words), row_size):
+        row_key = row_start // row_size * HIGH + half * HALF
+        row_stop = min(row_start + row_size, len(words))
+        for start in range(row_start, row_stop, _PIECE):
+            piece = words[start : min(start + _PIECE, row_stop)]
+            keys = base[: len(piece)] + U(((start - row_start) * STRIDE + row_key) & MASK)
             if piece.ndim == 1:
                 a, b = lanes(piece, None, keys)
             else:
@@ -400,14 +413,17 @@ def _words(array: Any) -> list[tuple[Any, Any]]:
 
 def _keys(shape: tuple[int, ...]) -> Any:
     """Return the keys of all positions, in the shape of the array, so that shards do not move."""
-    split = indexable_size(shape)
+    row_size = indexable_size(shape)
     key = jnp.zeros((), U)
     stride = 1
     for axis in reversed(range(len(shape))):
-        step = stride * STRIDE if stride < split else stride // split * HIGH
+        if stride < row_size:
+            step = stride * STRIDE
+        else:
+            step = stride // row_size * HIGH
         keys_along_axis = lax.iota(U, shape[axis]) * U(step & MASK)
-        others = [other for other in range(len(shape)) if other != axis]
-        key = key + lax.expand_dims(keys_along_axis, others)
+        other_axes = [other for other in range(len(shape)) if other != axis]
+        key = key + lax.expand_dims(keys_along_axis, other_axes)
         stride *= shape[axis]
     return key
 
@@ -435,11 +451,9 @@ def _write_sums(rows: Tree, start: Any, leaves: Sequence[Any]) -> Any:
     return meshes.call_on_auto_axes(written, rows, start, leaves)
 
 
-def _split(rows: Tree) -> list[Any]:
+def _split_rows(rows: Tree) -> list[Any]:
     mesh = meshes.mesh_of(rows)
-    return [
-        compute_on(mesh, operator.getitem, rows, np.int32(number)) for number in range(len(rows))
-    ]
+    return [compute_on(mesh, operator.getitem, rows, np.int32(i)) for i in range(len(rows))]
 
 
 def _each(sums: Any, keys: Any, rows: Tree = None) -> Any:
@@ -488,7 +502,9 @@ class _DeviceGroup(NamedTuple):
                 if self.max_in_flight and count % self.max_in_flight == 0:
                     jax.block_until_ready(rows)
             words = compiled(_each)(rows, self.keys, self.order)
-        return jax.block_until_ready(words) if self.max_in_flight else words
+        if self.max_in_flight:
+            jax.block_until_ready(words)
+        return words
 
 
 def _groups(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[_DeviceGroup | _HostGroup]:
@@ -514,18 +530,19 @@ def _device_group(
         )
     elif committed is not None:
         rows = jax.device_put(rows, *committed.devices())
-    alike: dict[Any, list[int]] = {}
+    by_kind: dict[Any, list[int]] = {}
     for number in numbers:
-        alike.setdefault(array_kind(leaves[number]), []).append(number)
+        by_kind.setdefault(array_kind(leaves[number]), []).append(number)
     calls: list[tuple[Any, list[int]]] = []
     first_row = 0
-    for (shape, *_), same in alike.items():
-        size = min(_GROUP, len(same)) if math.prod(shape) <= _SMALL else 1
-        calls += [
-            (np.int32(first_row + first), chunk) for first, chunk in chunks_of_size(same, size)
-        ]
-        first_row += len(same)
-    row_of = {number: row for row, number in enumerate(itertools.chain(*alike.values()))}
+    for (shape, *_), of_kind in by_kind.items():
+        size = 1
+        if math.prod(shape) <= _SMALL:
+            size = min(_GROUP, len(of_kind))
+        for first, chunk in chunks_of_size(of_kind, size):
+            calls.append((np.int32(first_row + first), chunk))
+        first_row += len(of_kind)
+    row_of = {number: row for row, number in enumerate(itertools.chain(*by_kind.values()))}
     order = np.array([row_of[number] for number in numbers], np.int32)
     has_mesh_of_one = mesh is None and any(
         strip_mesh_of_one(leaves[i]) is not leaves[i] for i in numbers

@@ -120,7 +120,9 @@ def get_or_create_global_step(state: Tree) -> Array:
         0
     """
     step = get_global_step(state)
-    return create_global_step(0) if step is None else step
+    if step is None:
+        return create_global_step(0)
+    return step
 
 
 @shortens_tracebacks
@@ -195,21 +197,19 @@ def later_step(step: Any, amount: Any = 1) -> Array:
     last = int(np.iinfo(step.dtype).max)
     known_step = trees.concrete(step)
     known_amount = trees.concrete(amount)
-    if (
-        known_step is not None
-        and known_amount is not None
-        and int(known_step) + int(known_amount) > last
-    ):
-        raise ValueError(
-            f"global_step: {known_step} + {known_amount} does not fit {step.dtype}; "
-            "enable jax_enable_x64"
-        )
+    if known_step is not None and known_amount is not None:
+        if int(known_step) + int(known_amount) > last:
+            raise ValueError(
+                f"global_step: {known_step} + {known_amount} does not fit {step.dtype}; "
+                "enable jax_enable_x64"
+            )
     amount = jnp.asarray(amount).astype(step.dtype)
+    # Not the minimum of the sum and `last`, because the sum would overflow.
     return jnp.minimum(step, jnp.asarray(last, step.dtype) - amount) + amount
 
 
 def state_step(state: Tree) -> int:
-    """Return `global_step(state)`, also where the user forbids transfers."""
+    """Return `global_step(state)`, even if the user forbids transfers."""
     with meshes.internal_transfers():
         return global_step(state)
 
@@ -225,7 +225,7 @@ def check_step(
 
     Args:
         first: The step before the call, if that may have failed.
-        right_at: The latest step at which a state had the step of the loop, if the call was not the
+        right_at: The latest step at which the state's step was the loop's, if the call was not the
             first one.
     """
     actual = state_step(state)

@@ -22,7 +22,7 @@ Keys = tuple[str, ...]
 
 
 def _states_in(tree: trees.Tree) -> list[TrainState]:
-    """Return the states of a tree, and those in model states of others, as of DiLoCo's workers."""
+    """Return the states in a tree, also those in a model state, such as DiLoCo's workers."""
     states: list[TrainState] = []
     for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, TrainState)):
         if isinstance(node, TrainState):
@@ -33,7 +33,7 @@ def _states_in(tree: trees.Tree) -> list[TrainState]:
 
 
 class _Structure:
-    """What follows from the structure of a tree alone: the index, keys and path of each leaf."""
+    """The index, keys and path of each leaf, which depend on the structure of a tree alone."""
 
     def __init__(self, treedef: Any) -> None:
         self.indices = treedef.unflatten(range(treedef.num_leaves))
@@ -54,7 +54,7 @@ class _Structure:
         halves: dict[int, int] = {}
 
         def add(params: Any, first: Any, second: Any) -> None:
-            # A state that was made by hand may lack one, or have another tree.
+            # A state made by hand may lack one of them, or have another tree there.
             if not (trees.is_like(params, first) and trees.is_like(params, second)):
                 return
             first_indices = trees.flatten_like(params, first, SLOTS)
@@ -134,9 +134,11 @@ class StateLeaves:
 
 def _frozen_in(state: trees.Tree) -> Set[int]:
     roles = roles_in(state)
-    if not isinstance(state, TrainState) or (
-        not roles and not all(map(is_model_state, state.slots))
-    ):
+    is_created = isinstance(state, TrainState)
+    if is_created and not roles:
+        # If its optimizer has no slots, a state by `TrainState.create` has no roles.
+        is_created = all(map(is_model_state, state.slots))
+    if not is_created:
         raise ValueError(
             f"leave_out={FROZEN!r}: the state must come from TrainState.create, "
             "which notes what its optimizer freezes, got one made by hand; "
@@ -146,4 +148,6 @@ def _frozen_in(state: trees.Tree) -> Set[int]:
 
 
 def field_of(state: trees.Tree, name: str) -> Any:
-    return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
+    if isinstance(state, Mapping):
+        return state.get(name)
+    return getattr(state, name, None)

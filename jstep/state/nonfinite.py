@@ -28,7 +28,7 @@ _BLOCK = 2**20
 class StateContents:
     """The contents of each parameter and slot of a state, computed without blocking.
 
-    Those of model_state are not included. With `read_cpus`, arrays on a CPU are read immediately.
+    The model_state is not included. With `read_cpus`, arrays on a CPU are read immediately.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class StateContents:
         return [path for path, contents in self.contents().items() if contents == NAN]
 
     def worse_since(self, earlier: "StateContents | None") -> tuple[dict[str, int], list[str]]:
-        """Return the contents that have become worse, and the slots that became infinite.
+        """Return the parameters and slots that have become worse, and the slots now infinite.
 
-        The contents are those of parameters and slots.
+        A slot that has become infinite is only in the second.
         """
         old = {} if earlier is None else earlier.contents()
         worse: dict[str, int] = {}
@@ -121,23 +121,32 @@ def _start_checks(leaves: Sequence[Any], read_cpus: bool) -> list[tuple[list[int
             found += mesh_parts
             continue
         worst = _worst_of_devices(mesh, [rows for _, rows in mesh_parts])
-        found.append((list(itertools.chain(*[numbers for numbers, _ in mesh_parts])), worst))
+        indices = itertools.chain.from_iterable(numbers for numbers, _ in mesh_parts)
+        found.append((list(indices), worst))
     return found
 
 
 def _kind_of(leaf: Any, read_cpus: bool) -> tuple[Mesh | None, Any]:
-    """Return the mesh whose devices hold parts of a leaf, and its kind; None if the host reads."""
+    """Return the mesh whose devices hold parts of a leaf, and its kind.
+
+    The kind is None if the host reads the leaf.
+    """
     if not isinstance(leaf, jax.Array):
         return None, None
-    mesh = meshes.mesh_of(leaf) if leaf.sharding.num_devices > 1 else None
-    is_here = leaf.is_fully_addressable
-    if read_cpus and placement.is_on_cpus(leaf) and (is_here or mesh is not None):
-        return None if is_here else mesh, None
+    mesh = None
+    if leaf.sharding.num_devices > 1:
+        mesh = meshes.mesh_of(leaf)
+    if read_cpus and placement.is_on_cpus(leaf):
+        if leaf.is_fully_addressable:
+            return None, None
+        if mesh is not None:
+            # Each process reads its own shards, and the mesh combines what they find.
+            return mesh, None
     return mesh, placement.array_kind(leaf)
 
 
 def _read_contents(leaves: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Return int8 `[n]` with the contents of leaves on the host, which few threads read."""
+    """Return int8 `[n]` with the contents of leaves on the host, read by a few threads."""
     arrays: list[np.ndarray[Any, Any]] = []
     leaves_of_arrays: list[int] = []
     for number, leaf in enumerate(leaves):
@@ -152,7 +161,7 @@ def _read_contents(leaves: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 
 def are_finite_on_host(arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
-    """Whether arrays on the host have only finite numbers; few threads read them."""
+    """Whether arrays on the host, read by a few threads, have only finite numbers."""
     checked = list(filter(_may_be_nonfinite, arrays))
     return not any(map_in_tasks(_contents_on_host, checked, [array.nbytes for array in checked]))
 
@@ -183,14 +192,16 @@ def _contents_on_host(array: np.ndarray[Any, Any]) -> int:
     signed, unsigned, sign, infinity = _integers(array.dtype)
     for start in range(0, flat.size, step):
         block = flat[start : start + step]
-        # As signed integers, negative numbers are below all positive ones; as unsigned ones, above
-        # them.
+        # Negative numbers are below all positive ones as signed integers, and above them as
+        # unsigned ones.
         positive = np.maximum.reduce(block.view(signed))
         negative = np.maximum.reduce(block.view(unsigned))
         largest = max(largest, int(positive), int(negative) - sign)
     if largest < infinity:
         return FINITE
-    return INFINITE if largest == infinity else NAN
+    if largest == infinity:
+        return INFINITE
+    return NAN
 
 
 @functools.cache

@@ -1,10 +1,10 @@
 """Slots of few of the parameters, stored without a None for each of the others.
 
 A slot has the structure of the parameters, with None where it has no value. The slots of a
-partition with many labels consist almost entirely of None: labels × leaves of them, which JAX
-visits whenever it flattens the state, at each step. A `TrainState` therefore stores such a slot as
-nested dicts of its own leaves. Paths and order are those of the whole slot, so that checkpoints and
-sharding rules do not differ. `TrainState.slots` has all slots with all their None.
+partition with many labels consist almost entirely of None, and JAX visits all labels × leaves of
+them at each step, when it flattens the state. A `TrainState` therefore stores such a slot as nested
+dicts of the leaves that it has. Their paths and order are those of the whole slot, so that
+checkpoints and sharding rules do not differ. `TrainState.slots` has all slots with all their None.
 """
 
 import collections
@@ -22,7 +22,7 @@ MIN_ABSENT = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class _OwnLeaves:
+class _SlotLeaves:
     """The nested dicts of a packed slot, and the indices of its leaves among the parameters."""
 
     treedef: Any
@@ -39,16 +39,16 @@ class Packing:
     """
 
     params: Any
-    slots: dict[str, _OwnLeaves]
+    slots: dict[str, _SlotLeaves]
 
     def unpack(self, stored: Slots) -> Slots:
         """Return the slots with the structure of the parameters."""
         slots = dict(stored)
         for name, leaves_of_slot in self.slots.items():
-            slots[name] = self._unpacked(leaves_of_slot, stored[name])
+            slots[name] = self._unpack_slot(leaves_of_slot, stored[name])
         return slots
 
-    def _unpacked(self, slot: _OwnLeaves, tree: Any) -> Any:
+    def _unpack_slot(self, slot: _SlotLeaves, tree: Any) -> Any:
         leaves: list[Any] = [None] * self.params.num_leaves
         try:
             values = slot.treedef.flatten_up_to(tree)
@@ -59,10 +59,10 @@ class Packing:
         return self.params.unflatten(leaves)
 
     def pack_prefix(self, slots: Any) -> Any:
-        """Return slots as a state of this packing stores them.
+        """Return slots as a state of this packing stores them, or None if they are not a prefix.
 
-        Return None if they may not stand for its slots. A leaf stands for all leaves below it, such
-        as one sharding for a slot, or for all slots.
+        In a prefix, a leaf stands for all leaves below it, such as one sharding for a whole slot,
+        or for all slots.
         """
         if type(slots) is not dict:
             return slots
@@ -77,10 +77,10 @@ class Packing:
                 values = self._broadcast(tree)
             except (ValueError, TypeError):  # of another structure
                 return None
-            own_values = [values.pop(index) for index in leaves_of_slot.indices]
+            slot_values = [values.pop(index) for index in leaves_of_slot.indices]
             if any(map(is_array, values.values())):
                 return None  # a slot of other parameters
-            stored[name] = leaves_of_slot.treedef.unflatten(own_values)
+            stored[name] = leaves_of_slot.treedef.unflatten(slot_values)
         return stored
 
     def _broadcast(self, prefix: Any) -> dict[int, Any]:
@@ -93,20 +93,20 @@ class Packing:
 def pack(params: Params, slots: Slots) -> tuple[Slots, Packing | None]:
     """Return slots as a state stores them; None if all are stored as they are."""
     treedef = jax.tree.structure(params)
-    found: dict[str, _OwnLeaves] = {}
+    found: dict[str, _SlotLeaves] = {}
     stored = dict(slots)
     keys_of_leaves: list[Any] = []  # made once for all slots, and only if one is packed
     for name, tree in slots.items():
-        values = _values(treedef, tree)
+        values = _sparse_values(treedef, tree)
         if values is None:
             continue
         indices = tuple(index for index, value in enumerate(values) if value is not None)
         if not keys_of_leaves:
             keys_of_leaves = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
-        nested = _nested(keys_of_leaves, indices)
+        nested = _nest(keys_of_leaves, indices)
         if nested is None:
             continue
-        slot = _OwnLeaves(jax.tree.structure(nested), tuple(jax.tree.leaves(nested)))
+        slot = _SlotLeaves(jax.tree.structure(nested), tuple(jax.tree.leaves(nested)))
         found[name] = slot
         stored[name] = slot.treedef.unflatten([values[index] for index in slot.indices])
     if not found:
@@ -118,15 +118,13 @@ def pack(params: Params, slots: Slots) -> tuple[Slots, Packing | None]:
     return stored, packing
 
 
-def _values(params: Any, tree: Any) -> list[Any] | None:
+def _sparse_values(params: Any, tree: Any) -> list[Any] | None:
     """Return a value or None for each parameter if nearly all are None."""
     structure: Any = jax.tree.structure(tree)
     absent = params.num_leaves - structure.num_leaves
-    if (
-        absent < MIN_ABSENT
-        or absent < structure.num_leaves
-        or jax.tree_util.treedef_is_leaf(structure)
-    ):
+    if absent < MIN_ABSENT or absent < structure.num_leaves:
+        return None
+    if jax.tree_util.treedef_is_leaf(structure):
         return None
     try:
         values: list[Any] = params.flatten_up_to(tree)
@@ -135,7 +133,7 @@ def _values(params: Any, tree: Any) -> list[Any] | None:
     return values
 
 
-def _nested(keys_of_leaves: list[Any], indices: tuple[int, ...]) -> Any:
+def _nest(keys_of_leaves: list[Any], indices: tuple[int, ...]) -> Any:
     """Return nested dicts of the indices at the paths of their leaves, in this order.
 
     Return None if that is impossible.
@@ -144,7 +142,7 @@ def _nested(keys_of_leaves: list[Any], indices: tuple[int, ...]) -> Any:
     for kind in (dict, collections.OrderedDict):
         root: Any = kind()
         for index in indices:
-            *parents, last = map(_key, keys_of_leaves[index])
+            *parents, last = map(_key_of, keys_of_leaves[index])
             node = root
             for key in parents:
                 node = node.setdefault(key, kind())
@@ -160,7 +158,7 @@ def _nested(keys_of_leaves: list[Any], indices: tuple[int, ...]) -> Any:
     return None
 
 
-def _key(entry: Any) -> Any:
+def _key_of(entry: Any) -> Any:
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return getattr(entry, attribute)

@@ -50,7 +50,9 @@ def fsdp_specs(params: Params, mesh: object, axis: object = "data", min_size: in
 
     def spec(leaf: Any) -> PartitionSpec:
         shape = np.shape(leaf)
-        dim = meshes.largest_divisible(shape, size) if math.prod(shape) >= min_size else None
+        if math.prod(shape) < min_size:
+            return PartitionSpec()
+        dim = meshes.largest_divisible(shape, size)
         if dim is None:
             return PartitionSpec()
         return PartitionSpec(*[None] * dim, axis)
@@ -78,14 +80,13 @@ _IS_SPEC = (type(None), PartitionSpec)
 
 
 def tree_shardings(mesh: AnyMesh, tree: Tree, specs: Specs, argument: str) -> Any:
-    """Return the shardings of the leaves of a tree, as such a tree.
+    """Return a tree of the shardings of the leaves of a tree.
 
-    `argument` is what the specs were passed for.
+    `argument` is the name of the argument that the specs were passed for.
     """
     shardings: list[NamedSharding] = []
-    for spec, (path, leaf) in zip(
-        _leaf_specs(tree, specs, argument), trees.leaves_with_paths(tree), strict=True
-    ):
+    leaf_specs = _leaf_specs(tree, specs, argument)
+    for spec, (path, leaf) in zip(leaf_specs, trees.leaves_with_paths(tree), strict=True):
         subject = f"{argument}: {spec} at {trees.quote_path(path)}"
         shardings.append(_check_sharding(mesh, spec, np.shape(leaf), subject))
     return trees.structure(tree).unflatten(shardings)
@@ -201,21 +202,24 @@ def state_shardings(
     if slot_axis is not None:
         meshes.axis_size(mesh, slot_axis, f"slot_axis={slot_axis!r}")
 
+    def is_per_parameter(name: str, tree: Tree) -> bool:
+        # Non-trained variables may have the structure of the parameters by accident.
+        if is_model_state(name) or (name in roles and roles.has_one_value(name)):
+            return False
+        return trees.is_like(params, tree)
+
     def shard(name: str, tree: Tree) -> Any:
-        # Non-trained variables may have the structure of the parameters by accident; they are not
-        # per-parameter slots.
-        has_one_value = is_model_state(name) or (name in roles and roles.has_one_value(name))
-        if has_one_value or not trees.is_like(params, tree):
+        if not is_per_parameter(name, tree):
             return jax.tree.map(lambda _: everywhere(mesh), tree)
+        role = roles.get(name)
+        values = treedef.flatten_up_to(tree)
         shardings: list[NamedSharding | None] = []
-        for value, sharding, parameter in zip(
-            treedef.flatten_up_to(tree), param_shardings, leaves, strict=True
-        ):
+        for value, sharding, parameter in zip(values, param_shardings, leaves, strict=True):
             if value is None:
                 shardings.append(None)
                 continue
-            sizes = (np.shape(parameter), np.shape(value))
-            shardings.append(slot_sharding(sharding, *sizes, slot_axis, roles.get(name)))
+            shape = np.shape(parameter)
+            shardings.append(slot_sharding(sharding, shape, np.shape(value), slot_axis, role))
         return treedef.unflatten(shardings)
 
     slot_shardings = {name: shard(name, tree) for name, tree in slots.items()}
@@ -228,7 +232,9 @@ def change_memory(shardings: Slots, slots: Slots, kind: str | None) -> Slots:
         return shardings
 
     def moved(sharding: NamedSharding, leaf: Any) -> NamedSharding:
-        return sharding.with_memory_kind(kind) if np.ndim(leaf) else sharding
+        if np.ndim(leaf) == 0:
+            return sharding
+        return sharding.with_memory_kind(kind)
 
     changed = dict(shardings)
     for name, tree in shardings.items():
@@ -260,13 +266,13 @@ def slot_sharding(
 ) -> NamedSharding:
     """Return the parameter's sharding without the dimensions that the slot lacks (removed or 1).
 
-    The role resolves the ambiguity of square parameters: one number for each row, or for each
-    column.
+    For square parameters, the shapes do not show whether the slot has one number for each row or
+    for each column, but its role does.
     """
     mesh = sharding.mesh
     sharding = shard_slot(sharding, shape, slot_axis)
     if role is Role.SCALES:
-        # Sharded like their codes, except along an axis whose blocks would be split.
+        # Scales are sharded like their codes, except along an axis whose blocks would be split.
         return NamedSharding(mesh, meshes.fitting_spec(mesh, sharding.spec, slot_shape))
     if slot_shape == shape:
         return sharding
@@ -291,7 +297,7 @@ def slot_sharding(
 
 
 def _has_reduced_axes(slot_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether a slot has the dimensions of its parameter, some of them of size 1."""
+    """Whether a slot has the dimensions of its parameter, some of them reduced to size 1."""
     if len(slot_shape) != len(shape):
         return False
     return all(size in (1, whole) for size, whole in zip(slot_shape, shape, strict=True))
@@ -304,12 +310,13 @@ def _count_of_split_dims(spec: PartitionSpec) -> int:
 def put_leaf(leaf: Any, sharding: NamedSharding) -> Any:
     """Place a copy of a leaf; shapes, or leaves on compile-only devices, become sharded shapes."""
     leaf = trees.native(leaf, "", "state")
-    if placement.is_shape(leaf) or (
-        placement.compiles_only(sharding.mesh) and not trees.is_traced(leaf)
-    ):
+    is_abstract = placement.is_shape(leaf)
+    if not is_abstract:
+        is_abstract = placement.compiles_only(sharding.mesh) and not trees.is_traced(leaf)
+    if is_abstract:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    if _is_transferred(leaf, sharding):
-        return jax.device_put(_own_copy(leaf), sharding)
+    if _can_transfer(leaf, sharding):
+        return jax.device_put(_unaliased_copy(leaf), sharding)
     if trees.is_key(leaf):
         return jax.random.wrap_key_data(
             put_leaf(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf)
@@ -324,56 +331,59 @@ def put_leaves(tree: Tree, shardings: Tree) -> Tree:
     leaves, structure = trees.flatten(tree)
     shardings_of_leaves = structure.flatten_up_to(shardings)
     placed: list[Any] = []
-    together: list[int] = []
+    transferred_indices: list[int] = []
     for leaf, sharding in zip(leaves, shardings_of_leaves, strict=True):
         is_array = (
             isinstance(leaf, jax.Array)
             and not trees.is_traced(leaf)
             and not placement.compiles_only(sharding.mesh)
         )
-        if is_array and _is_transferred(leaf, sharding):
-            together.append(len(placed))
-            placed.append(_own_copy(leaf))
+        if is_array and _can_transfer(leaf, sharding):
+            transferred_indices.append(len(placed))
+            placed.append(_unaliased_copy(leaf))
         else:
             placed.append(put_leaf(leaf, sharding))
-    transferred = jax.device_put(
-        [placed[i] for i in together], [shardings_of_leaves[i] for i in together]
-    )
-    for i, leaf in zip(together, transferred, strict=True):
+    copies = [placed[i] for i in transferred_indices]
+    targets = [shardings_of_leaves[i] for i in transferred_indices]
+    for i, leaf in zip(transferred_indices, jax.device_put(copies, targets), strict=True):
         placed[i] = leaf
     return jax.tree.unflatten(structure, placed)
 
 
-def _is_transferred(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether JAX can place the leaf by itself.
+def _can_transfer(leaf: Any, sharding: NamedSharding) -> bool:
+    """Whether `jax.device_put` can place the leaf.
 
-    It can on devices of this process, or between those of all processes.
+    It can on devices of this process, or between the devices of all processes.
     """
-    return sharding.is_fully_addressable or (
-        isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-    )
+    if sharding.is_fully_addressable:
+        return True
+    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
-def _own_copy(leaf: Any) -> Any:
+def _unaliased_copy(leaf: Any) -> Any:
     # Without a copy the shard on the leaf's own device could alias the leaf, and be donated with
     # the state. On a CPU may_alias=False is not honored: the state could alias NumPy's memory.
-    return copy_of(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
+    if isinstance(leaf, jax.Array):
+        return copy_of(leaf)
+    return np.array(leaf)
 
 
 def place_with_params(state: Tree) -> Tree:
-    """Place what is on no mesh of a state of several processes on the mesh of its parameters.
+    """Replicate leaves that are not on a mesh over the parameters' mesh, with several processes.
 
-    It is placed whole on each device. JAX accepts such a leaf, often the step, in the first call,
-    and returns it on the mesh. So without this the step is compiled twice, and a run that takes no
-    step cannot save: the leaf belongs to each process alone.
+    JAX accepts such a leaf, often the step, in the first call, and returns it on the mesh. So
+    without this the step is compiled twice, and a run that takes no step cannot save: each process
+    has a leaf of its own.
     """
-    mesh = None if jax.process_count() == 1 else meshes.mesh_of(state.params)
+    if jax.process_count() == 1:
+        return state
+    mesh = meshes.mesh_of(state.params)
     if mesh is None or everywhere(mesh).is_fully_addressable:
         return state
-    return jax.tree.map(lambda leaf: _placed_on(mesh, leaf), state)
+    return jax.tree.map(lambda leaf: _place_whole(mesh, leaf), state)
 
 
-def _placed_on(mesh: Mesh, leaf: Any) -> Any:
+def _place_whole(mesh: Mesh, leaf: Any) -> Any:
     if not trees.is_array(leaf) and not placement.is_shape(leaf):
         return leaf
     if isinstance(leaf, jax.Array) and (leaf.is_deleted() or not leaf.is_fully_addressable):

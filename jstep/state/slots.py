@@ -57,9 +57,12 @@ def get_slot(state: TrainState[Any], name: str, path: str | None = None) -> Any:
     tree = slot_values(state, name)
     if path is None:
         return tree
-    # The path of params that are a single leaf is empty.
-    index = selection.find_leaf(tree, path if path == "" else as_string(path, "path"), "get_slot")
-    return None if index is None else jax.tree.leaves(tree)[index]
+    if path != "":  # which is the path of params that are a single leaf
+        path = as_string(path, "path")
+    index = selection.find_leaf(tree, path, "get_slot")
+    if index is None:
+        return None
+    return jax.tree.leaves(tree)[index]
 
 
 @shortens_tracebacks
@@ -90,7 +93,7 @@ def slot_values(state: TrainState, name: str) -> Any:
     def decode(tree: trees.Tree, half: object) -> Any:
         stored = trees.flatten_like(state.params, tree, name)
         halves = trees.flatten_like(state.params, half, name)
-        return trees.structure(state.params).unflatten(list(map(_value, stored, halves)))
+        return trees.structure(state.params).unflatten(list(map(_decode_leaf, stored, halves)))
 
     with meshes.internal_transfers():
         both = placement.move_to_devices((state.slots[name], half))
@@ -100,25 +103,26 @@ def slot_values(state: TrainState, name: str) -> Any:
 
 
 def master_params(state: TrainState) -> trees.Params:
-    """Return the parameters in the full precision that slots have of them.
-
-    These slots are masters, or the remainders of `compact`.
-    """
+    """Return the parameters in full precision, from masters or the remainders of `compact`."""
     roles = roles_in(state)
     treedef = trees.structure(state.params)
     leaves = placement.move_to_devices(jax.tree.leaves(state.params))
     for name in roles.names_with(Role.MASTER, Role.REMAINDER):
-        # Not the remainders of other slots.
-        if name in roles.halves.values() or name not in state.slots:
+        is_remainder_of_slot = name in roles.halves.values()
+        if is_remainder_of_slot or name not in state.slots:
             continue
         values = treedef.flatten_up_to(placement.move_to_devices(state.slots[name]))
         for i, value in enumerate(values):
-            if value is not None:
-                leaves[i] = value if roles[name] is Role.MASTER else _value(leaves[i], value)
+            if value is None:
+                continue
+            if roles[name] is Role.MASTER:
+                leaves[i] = value
+            else:
+                leaves[i] = _decode_leaf(leaves[i], value)
     return treedef.unflatten(leaves)
 
 
-def _value(stored: object, half: object) -> Any:
+def _decode_leaf(stored: object, half: object) -> Any:
     if placement.is_shape(stored):
         return jax.eval_shape(decode_leaf, stored, half)
     return decode_leaf(stored, half)
@@ -193,10 +197,10 @@ def params_from_slots(state: TrainState, slots: Sequence[str]) -> trees.Params:
 
 
 def find_averages(state: TrainState, name: str | Sequence[str]) -> list[str]:
-    """Return the full names of the averages of the parameters that one name, or several, mean.
+    """Return the full names of the averages that one or several names refer to.
 
     Raises:
-        ValueError: A name is not that of one average.
+        ValueError: A name does not refer to exactly one average.
     """
     names = (name,) if isinstance(name, str) or not isinstance(name, Sequence) else name
     slots: dict[str, None] = {}
@@ -208,16 +212,17 @@ def find_averages(state: TrainState, name: str | Sequence[str]) -> list[str]:
 def averages_in(state: TrainState, name: str) -> list[str]:
     """Return the slots that are averages of the parameters.
 
-    If nobody declared what slots are, these are the slots of this name. What only begins as a copy
-    of the parameters, such as the initial parameters that Prodigy keeps, is not an average.
+    In a state made by hand, whose slots have no roles, these are the slots of this name. A slot
+    that only begins as a copy of the parameters, such as the initial parameters that Prodigy keeps,
+    is not an average.
     """
     roles = roles_in(as_state(state))
     slots = state.slots if isinstance(state.slots, dict) else {}
-    # Nobody declares what the slots of a state are that was made by hand.
-    averages = roles.averages if roles else [slot for slot in slots if has_name(slot, name)]
-    return sorted(
-        slot for slot in averages if slot in slots and trees.is_like(state.params, slots[slot])
-    )
+    if roles:
+        averages = [slot for slot in roles.averages if slot in slots]
+    else:
+        averages = [slot for slot in slots if has_name(slot, name)]
+    return sorted(slot for slot in averages if trees.is_like(state.params, slots[slot]))
 
 
 def has_name(slot: str, name: str) -> bool:
@@ -233,9 +238,9 @@ _KEEP_AVERAGES = (
 
 
 def choose_average(name: str, averages: Sequence[str], argument: str, owner: str) -> str:
-    """Return the full name of the average that a name means, under any scopes and labels.
+    """Return the full name of the average that a name refers to, under any scopes and labels.
 
-    The name that averages have by default means the only one, whatever its name.
+    The default name refers to the only average, whatever its name.
 
     Args:
         averages: The averages of the owner, such as "the state".

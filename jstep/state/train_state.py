@@ -32,9 +32,9 @@ from jstep.state.packed_slots import Packing, pack
 
 def is_abstract(mesh: Mesh | None, *arguments: object) -> bool:
     """Whether to create an abstract state: from shapes, or for compile-only devices."""
-    return any(map(is_shape, jax.tree.leaves(arguments))) or (
-        compiles_only(mesh) and meshes.current_mesh() is not None
-    )
+    if any(map(is_shape, jax.tree.leaves(arguments))):
+        return True
+    return compiles_only(mesh) and meshes.current_mesh() is not None
 
 
 def make_on(
@@ -68,24 +68,24 @@ def make_on(
         placed_params = None
         if not trees.is_function(params):
             placed_params = place(params, "params", param_shardings)
-        others = place(model_state, MODEL_STATE, model_state_shardings)
+        variables = place(model_state, MODEL_STATE, model_state_shardings)
 
-    def split(placed_params: object, others: object) -> Any:
+    def split(placed_params: object, variables: object) -> Any:
         def specs(state: Tree) -> Any:
             return jax.tree.map(lambda sharding: sharding.spec, shardings(state))
 
         return meshes.call_on_auto_axes(
-            make, placed_params, others, specs_of=specs, mesh=mesh.abstract_mesh
+            make, placed_params, variables, specs_of=specs, mesh=mesh.abstract_mesh
         )
 
     with meshes.using_mesh(mesh):
         if AxisType.Explicit in mesh.axis_types:
-            # With Auto axes each device generates its own shard of random numbers; with Explicit
-            # axes each generates the whole array, unless the function annotates shardings. JAX then
-            # rejects it with Auto axes.
+            # Auto axes come first, because with them each device generates its own shard of random
+            # numbers; with Explicit axes each generates the whole array, unless the function
+            # annotates shardings. JAX rejects such a function with Auto axes.
             with contextlib.suppress(Exception):
-                return layout.build(split, shardings, placed_params, others, abstract=abstract)
-        return layout.build(make, shardings, placed_params, others, abstract=abstract)
+                return layout.build(split, shardings, placed_params, variables, abstract=abstract)
+        return layout.build(make, shardings, placed_params, variables, abstract=abstract)
 
 
 NOT_TRAINED = frozenset({"BatchStat", "Cache", "Intermediate", "Perturbation", "RngState"})
@@ -108,10 +108,12 @@ def check_trained(params: Tree) -> None:
             "not trained, but an optimizer would decay it: pass variables['params'] as params, "
             "and the others as model_state (the page 'From Flax' shows the loss)"
         )
-    for path, node in trees.leaves_with_paths(
-        params, is_leaf=lambda node: "Variable" in _kinds(node)
-    ):
-        if _kinds(node) & NOT_TRAINED:
+
+    def is_variable(node: object) -> bool:
+        return "Variable" in _nnx_kinds(node)
+
+    for path, node in trees.leaves_with_paths(params, is_leaf=is_variable):
+        if _nnx_kinds(node) & NOT_TRAINED:
             raise TypeError(
                 f"params: the variable at {trees.quote_path(path)} is "
                 f"an nnx.{type(node).__name__}, which is not trained; "
@@ -120,7 +122,7 @@ def check_trained(params: Tree) -> None:
             )
 
 
-def _kinds(node: object) -> set[str]:
+def _nnx_kinds(node: object) -> set[str]:
     return {kind.__name__ for kind in type(node).__mro__ if kind.__module__.startswith("flax.nnx")}
 
 
@@ -174,8 +176,11 @@ class TrainState(Generic[P]):
     def __init__(
         self, params: P, slots: Slots, global_step: Array, roles: Roles = NO_ROLES
     ) -> None:
+        stored: Any = slots
+        packing = None
         # JAX and users may put anything there, such as one sharding for all slots.
-        stored, packing = pack(params, slots) if type(slots) is dict else (slots, None)
+        if type(slots) is dict:
+            stored, packing = pack(params, slots)
         self.__dict__.update(vars(_unflatten((roles, packing), (params, stored, global_step))))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -250,7 +255,10 @@ class TrainState(Generic[P]):
                 "params: must be a tree of arrays, got an optimizer; "
                 "the arguments are TrainState.create(params, optimizer)"
             )
-        optimizer = _NO_OPTIMIZER if optimizer is None else as_optimizer("optimizer", optimizer)
+        if optimizer is None:
+            optimizer = _NO_OPTIMIZER
+        else:
+            optimizer = as_optimizer("optimizer", optimizer)
         copy = as_bool(copy, "copy")
         mesh_arguments = {
             "param_specs": param_specs,
@@ -268,8 +276,10 @@ class TrainState(Generic[P]):
         shared = [] if make_params is not None else _shared_leaves(params)
 
         def make(arrays: object, model_state: Tree) -> TrainState:
-            tree = arrays if make_params is None else make_params()
-            if make_params is not None:
+            if make_params is None:
+                tree = arrays
+            else:
+                tree = make_params()
                 shared[:] = _shared_leaves(tree)
             with meshes.internal_transfers():
                 return _fresh(
@@ -287,7 +297,7 @@ class TrainState(Generic[P]):
             memory = as_memory(slots_memory, mesh)
 
             def shardings(shapes: TrainState) -> TrainState:
-                # The parameters are placed first, alone.
+                # `make_on` also passes a state of the parameters alone, to place them first.
                 specs = model_state_specs if MODEL_STATE in shapes.slots else None
                 return _shardings_of(shapes, mesh, param_specs, slot_axis, memory, specs)
 
@@ -352,9 +362,9 @@ class TrainState(Generic[P]):
         return self._pack_prefix(dataclasses.replace(self, **copied))
 
     def _pack_prefix(self, new: Self) -> Self:
-        """Give a new state the same structure.
+        """Store the slots of a new state as this state stores its own.
 
-        It may be a tree prefix of this one, such as its shardings.
+        The new state may be a tree prefix of this one, such as its shardings.
         """
         roles, packing = self._static
         if packing is None or new._static[1] is not None:
@@ -486,6 +496,7 @@ def _copied_slots(state: TrainState) -> Any:
     return dict(fields["_unpacked"])
 
 
+# A copy, so that `state.slots[name] = x` changes neither this state nor those that share its dict.
 TrainState.slots = property(_copied_slots)  # type: ignore[assignment]
 _frozen_setattr = TrainState.__setattr__
 
@@ -500,18 +511,17 @@ def _refuse_assignment(self: TrainState, name: str, value: object) -> None:
         raise dataclasses.FrozenInstanceError(f"{error}{remedy}") from None
 
 
-TrainState.__setattr__ = _refuse_assignment  # type: ignore[assignment]  # the one that the dataclass generated
-# As `register_dataclass`, but JAX reads the slots without copying them.
+# Set here, because a frozen dataclass may not define `__setattr__`.
+TrainState.__setattr__ = _refuse_assignment  # type: ignore[assignment]
+# Not by `register_dataclass`, so that JAX reads the slots without copying them.
 jax.tree_util.register_pytree_with_keys(TrainState, _flatten_with_keys, _unflatten, _flatten)
 
 
 def keep_roles(old: object, new: object) -> Any:
     """Return the new state, with the old roles if a step created it by hand."""
-    if (
-        not (isinstance(new, TrainState) and isinstance(old, TrainState))
-        or roles_in(new)
-        or not roles_in(old)
-    ):
+    if not (isinstance(new, TrainState) and isinstance(old, TrainState)):
+        return new
+    if roles_in(new) or not roles_in(old):
         return new
     if not isinstance(new.slots, dict) or new.slots.keys() != old.slots.keys():
         return new
@@ -539,14 +549,15 @@ def _fresh(
             )
         slots[MODEL_STATE] = _as_arrays(model_state, copy=copy, argument=MODEL_STATE)
         for name in roles.names_with(Role.LAST_WEIGHT):
-            slots[f"{name.rpartition('/')[0]}/{MODEL_STATE}"] = jax.tree.map(
-                _fresh_average, slots[MODEL_STATE]
-            )
+            scope, _, _ = name.rpartition("/")
+            slots[f"{scope}/{MODEL_STATE}"] = jax.tree.map(_init_average, slots[MODEL_STATE])
     return cls(params, slots, copy_of(step), roles=roles)
 
 
-def _fresh_average(leaf: Any) -> Any:
-    return copy_as(leaf, trees.compute_dtype(leaf.dtype)) if trees.is_trainable(leaf) else None
+def _init_average(leaf: Any) -> Any:
+    if not trees.is_trainable(leaf):
+        return None
+    return copy_as(leaf, trees.compute_dtype(leaf.dtype))
 
 
 def _slots_of(params: Params, optimizer: Optimizer, step: Array, roles: Roles) -> Slots:
@@ -554,9 +565,11 @@ def _slots_of(params: Params, optimizer: Optimizer, step: Array, roles: Roles) -
     if mesh is None:
         return optimizer.init(params, step)
     everywhere = layout.everywhere(mesh)
-    specs = jax.tree.map(
-        lambda leaf: meshes.spec_of(leaf) if meshes.explicit_mesh(leaf) else everywhere.spec, params
-    )
+
+    def spec(leaf: Any) -> Any:
+        return meshes.spec_of(leaf) if meshes.explicit_mesh(leaf) else everywhere.spec
+
+    specs = jax.tree.map(spec, params)
 
     def specs_of(slots: Slots) -> Any:
         _, shardings = layout.state_shardings(params, slots, mesh, specs, None, roles)
@@ -570,11 +583,12 @@ def _slots_of(params: Params, optimizer: Optimizer, step: Array, roles: Roles) -
 
 def _is_equal(a: object, b: object) -> bool:
     """Whether two trees are bitwise identical, as far as this host sees."""
-    leaves, structure = trees.flatten(a)
-    others, other = trees.flatten(b)
+    leaves_a, structure_a = trees.flatten(a)
+    leaves_b, structure_b = trees.flatten(b)
     try:
         with meshes.internal_transfers():
-            return bool(structure == other) and all(map(trees.has_same_bits, leaves, others))
+            is_alike = bool(structure_a == structure_b)
+            return is_alike and all(map(trees.has_same_bits, leaves_a, leaves_b))
     except Exception:  # static parts of a user's class that cannot be compared
         return False
 
@@ -583,13 +597,13 @@ def _unshared(params: Params, slots: Slots) -> Slots:
     """Copy slots that share an array with params: a shared buffer cannot be donated."""
     seen = {id(leaf) for leaf in jax.tree.leaves(params)}
 
-    def own(leaf: object) -> Any:
+    def copy_if_seen(leaf: object) -> Any:
         if isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and id(leaf) in seen:
             leaf = copy_of(leaf)
         seen.add(id(leaf))
         return leaf
 
-    return {name: jax.tree.map(own, tree) for name, tree in slots.items()}
+    return {name: jax.tree.map(copy_if_seen, tree) for name, tree in slots.items()}
 
 
 def _as_arrays(tree: Tree, *, copy: bool, argument: str = "params") -> Any:
@@ -601,22 +615,21 @@ def _as_arrays(tree: Tree, *, copy: bool, argument: str = "params") -> Any:
 
 def _is_count(step: Any) -> bool:
     """Whether a step is an integer of Python or NumPy."""
-    is_integer = isinstance(step, int | np.integer) or (
-        isinstance(step, np.ndarray) and step.dtype.kind in "iu"
-    )
-    return is_integer and not isinstance(step, bool) and not np.ndim(step)
+    if isinstance(step, np.ndarray):
+        return step.ndim == 0 and step.dtype.kind in "iu"
+    return isinstance(step, int | np.integer) and not isinstance(step, bool)
 
 
 def _numbers_as_arrays(model_state: Tree) -> Any:
     """Convert numbers; other leaves may be shapes or shardings."""
 
-    def converted(keys: Any, leaf: Any) -> Any:
+    def convert(keys: Any, leaf: Any) -> Any:
         if not isinstance(leaf, bool | int | float | complex | np.generic):
             return leaf
         return device_values.as_leaf(leaf, trees.path_str(keys), copy=False, argument=MODEL_STATE)
 
     with meshes.internal_transfers():
-        return jax.tree_util.tree_map_with_path(converted, model_state)
+        return jax.tree_util.tree_map_with_path(convert, model_state)
 
 
 def _shared_leaves(params: Params) -> list[list[str]]:
@@ -640,7 +653,9 @@ def _bytes_text(tree: Tree) -> str:
 def _step_text(step: object) -> str:
     if trees.is_traced(step) or is_shape(step):
         return "abstract"
-    return "donated" if trees.is_donated(step) else str(np.asarray(step))
+    if trees.is_donated(step):
+        return "donated"
+    return str(np.asarray(step))
 
 
 def as_state(value: object) -> TrainState:
@@ -723,5 +738,7 @@ def _shardings_of(
     )
     slots = layout.change_memory(slots, state.slots, memory)
     slots |= layout.model_state_shardings(state.slots, mesh, model_state_specs)
-    step: Any = None if state.global_step is None else layout.everywhere(mesh)
+    step: Any = None
+    if state.global_step is not None:
+        step = layout.everywhere(mesh)
     return state.replace(params=params, slots=slots, global_step=step)
