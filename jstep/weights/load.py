@@ -99,15 +99,14 @@ def load_weights(
         target, source.tensors, rules_of_leaves, float_dtype, is_checkpoint=is_checkpoint
     )
     leaves = [wanted.leaf for wanted in matched.wanted]
-    # Leaves with transforms come first, since the result of a transform may not fit.
+    # Leaves with transforms come first, because only the result of a transform shows if it fits.
     if partial or not matched.differences():
         for i, wanted in enumerate(matched.wanted):
             if wanted.source is None or wanted.transform is None:
                 continue
             name = wanted.source.name
-            array = call_transform(
-                wanted.transform, np.asarray(source.read({name: None})[name]), wanted.path
-            )
+            stored = np.asarray(source.read({name: None})[name])
+            array = call_transform(wanted.transform, stored, wanted.path)
             problem = wanted.difference(array.shape, array.dtype)
             if problem:
                 matched.wanted[i] = dataclasses.replace(wanted, source=None, problem=problem)
@@ -149,9 +148,10 @@ class TensorSource:
     is_checkpoint: bool
 
     def leaves(self, wanted: Sequence[WantedTensor]) -> Iterator[Any]:
-        """Yield leaves; those of a checkpoint are read in groups, those of a file one by one."""
+        """Yield leaves. A checkpoint is read in groups of leaves, and a file leaf by leaf."""
         sized = ((leaf.source.name, leaf.source.nbytes, leaf) for leaf in wanted)
-        for group in group_by_bytes(sized, _MAX_GROUP_BYTES if self.is_checkpoint else 0):
+        max_bytes = _MAX_GROUP_BYTES if self.is_checkpoint else 0
+        for group in group_by_bytes(sized, max_bytes):
             arrays = self.read({name: leaf.sharding_of_data for name, leaf in group.items()})
             for name, leaf in group.items():
                 yield targets.place_leaf(leaf, arrays.pop(name))
@@ -162,12 +162,11 @@ def open_source(path: object) -> TensorSource:
     file = weights_file(resolved)
     if file is not None:
         tensors = read_tensors(file)
-        return TensorSource(
-            file, tensors, functools.partial(_read_files, tensors), is_checkpoint=False
-        )
+        read = functools.partial(_read_files, tensors)
+        return TensorSource(file, tensors, read, is_checkpoint=False)
     checkpoint = os.path.abspath(resolved)
     if first_missing_file(checkpoint) != MANIFEST_FILE:
-        # A manifest of another program does not count.
+        # It has a manifest, which is not one of another program.
         return TensorSource(checkpoint, *_checkpoint_of_jstep(checkpoint), is_checkpoint=True)
     checkpoint = arrays_directory(checkpoint)
     return TensorSource(checkpoint, *_checkpoint_of_orbax(checkpoint), is_checkpoint=True)
@@ -177,7 +176,10 @@ def _read_files(tensors: Mapping[str, Tensor], shardings: Mapping[str, Any]) -> 
     arrays: dict[str, Any] = {}
     for name, sharding in shardings.items():
         parts = read_parts(tensors[name], placement.local_parts(tensors[name].shape, sharding))
-        arrays[name] = next(iter(parts.values())) if sharding is None else parts
+        if sharding is None:
+            (arrays[name],) = parts.values()
+        else:
+            arrays[name] = parts
     return arrays
 
 
@@ -185,14 +187,16 @@ def _read_files(tensors: Mapping[str, Tensor], shardings: Mapping[str, Any]) -> 
 
 
 def _checkpoint_of_jstep(path: str) -> tuple[dict[str, Tensor], Read]:
-    """Return a checkpoint's arrays, and a function to verify it and read them as the loss does."""
+    """Return a checkpoint's arrays, and a function that reads and verifies them.
+
+    Slots that `compact` stores in two arrays are one: the numbers that the loss sees.
+    """
     parent, name = os.path.split(path)
     store = open_store(parent)
     manifest = store.manifest(path)
     checkpoint = OpenCheckpoint(store, name.rpartition("-")[0] or name, path, manifest)
     leaves_by_array = manifest.leaves_by_array
-    # Array → the leaf with the second half of its numbers, for slots that `compact` stores in two:
-    # the loss sees one.
+    # Array of a slot → the leaf with the second half of its numbers.
     halves: dict[str | None, Leaf] = {}
     for leaf in manifest.leaves:
         if leaf.keys[0] != PARAMS and leaf.half is not None and leaf.half in leaves_by_array:
@@ -239,13 +243,13 @@ def _as_tensor(name: str, leaf: Leaf, *, is_half: bool) -> Tensor:
 def _checkpoint_of_orbax(directory: str) -> tuple[dict[str, Tensor], Read]:
     import orbax.checkpoint as ocp  # slow
 
-    # By what the module has, and not by its version: Orbax has announced that the functions of
+    # What the module has is checked, and not its version: Orbax has announced that the functions of
     # `orbax.checkpoint.v1` become its own at 1.0, in place of the handlers.
     has_handlers = hasattr(ocp, "PyTreeCheckpointHandler")
     read_metadata = _metadata_by_handler if has_handlers else _metadata_by_function
     restore = _restore_by_handler if has_handlers else _restore_by_function
     try:
-        # A checkpoint that misses files fails here, too: Orbax reads shapes and dtypes from arrays.
+        # A checkpoint that lacks files fails here, too: Orbax reads shapes and dtypes from arrays.
         tree = read_metadata(ocp, directory)
     except PermissionError:
         raise
@@ -263,25 +267,26 @@ def _checkpoint_of_orbax(directory: str) -> tuple[dict[str, Tensor], Read]:
             arrays[name] = Tensor(name, str(dtype), tuple(shape), dtype)
 
     def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
-        # What Orbax cannot place, as JAX has not its dtype here, is read as a NumPy array.
         wanted: list[_Wanted | None] = []
         for name in names:
             if name not in shardings:
                 wanted.append(None)
                 continue
             array = arrays[name]
+            # Orbax cannot place an array whose dtype JAX lacks without `jax_enable_x64`, and reads
+            # it as a NumPy array.
             has_dtype = jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype
-            wanted.append(_Wanted(array.shape, array.dtype, shardings[name] if has_dtype else None))
+            sharding = shardings[name] if has_dtype else None
+            wanted.append(_Wanted(array.shape, array.dtype, sharding))
         try:
             with meshes.internal_transfers():
+                found: dict[str, Any] = {}
                 restored = restore(ocp, directory, structure, wanted)
-                # With a sharding, Orbax returns typed PRNG keys as such.
-                pairs = zip(names, restored, strict=True)
-                return {
-                    name: _owned(trees.key_data(value))
-                    for name, value in pairs
-                    if name in shardings
-                }
+                for name, value in zip(names, restored, strict=True):
+                    if name in shardings:
+                        # With a sharding, Orbax returns typed PRNG keys as such.
+                        found[name] = _as_parts_on_cpus(trees.key_data(value))
+                return found
         except Exception as error:
             raise _unreadable(directory, error, ocp.__version__) from None
 
@@ -331,7 +336,8 @@ def _restore_by_function(
     for target in wanted:
         if target is None:
             targets_of_leaves.append(ocp.PLACEHOLDER)
-        elif target.sharding is None:  # an array of this shape and dtype that takes no memory
+        elif target.sharding is None:
+            # An array of this shape and dtype that takes no memory.
             targets_of_leaves.append(np.broadcast_to(np.zeros((), target.dtype), target.shape))
         else:
             targets_of_leaves.append(
@@ -340,8 +346,8 @@ def _restore_by_function(
     return jax.tree.leaves(ocp.load(directory, structure.unflatten(targets_of_leaves)))
 
 
-def _owned(value: Any) -> Any:
-    """Return the parts of an array on CPUs, which may alias the memory that it was read into."""
+def _as_parts_on_cpus(value: Any) -> Any:
+    """Return the parts of an array on CPUs: it may alias the memory that it was read into."""
     if isinstance(value, jax.Array) and placement.is_on_cpus(value):
         return targets.parts_of(value)
     return value
@@ -350,8 +356,8 @@ def _owned(value: Any) -> Any:
 def _unreadable(directory: str, error: BaseException, version: str) -> ValueError:
     """Return the error to raise `from None`.
 
-    The texts of Orbax's error and of its causes have names of the checkpoint. They are not
-    printable if the names are not.
+    Orbax's error and its causes must not be shown: they have names of the checkpoint, which may not
+    be printable.
     """
     while error.__cause__ is not None:
         error = error.__cause__

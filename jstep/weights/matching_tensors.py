@@ -28,7 +28,7 @@ _FORM = "must be the name of a tensor, a pair (name, transform), or None"
 
 
 class Rule(NamedTuple):
-    """The name of a leaf's tensor, or None; and a function between the two."""
+    """The name of a leaf's tensor, or None, and the transform between the two."""
 
     name: str | None
     transform: Transform | None = None
@@ -47,13 +47,10 @@ def rules(names: object, tree: Tree, what: str) -> list[Rule]:
 def _rule(path: str, entry: object) -> Rule:
     if entry is None or isinstance(entry, str):
         return Rule(entry)
-    if (
-        isinstance(entry, tuple)
-        and len(entry) == 2
-        and isinstance(entry[0], str)
-        and callable(entry[1])
-    ):
-        return Rule(*entry)
+    if isinstance(entry, tuple) and len(entry) == 2:
+        name, transform = entry
+        if isinstance(name, str) and callable(transform):
+            return Rule(name, transform)
     raise TypeError(
         f"names: for {path!r} it has {format_value(entry)}: {_FORM}, got {describe_type(entry)}"
     )
@@ -80,7 +77,7 @@ def call_transform(
 
 @dataclasses.dataclass(frozen=True)
 class WantedTensor(targets.TargetLeaf[Any]):
-    """A target's leaf, and its tensor; `casts` tells if a floating tensor of another dtype fits."""
+    """A target's leaf, and its tensor; `casts` is whether another floating dtype fits, too."""
 
     transform: Transform | None = None
     casts: bool = False
@@ -148,9 +145,10 @@ def match_tensors(
             continue
         used[path] = source.name
         problem = _problem(entry, source)
-        wanted.append(
-            dataclasses.replace(entry, source=None if problem else source, problem=problem)
-        )
+        if problem:
+            wanted.append(dataclasses.replace(entry, problem=problem))
+        else:
+            wanted.append(dataclasses.replace(entry, source=source))
     groups = _groups(used) if is_checkpoint else ("",)
     return WeightsMatch(wanted, [name for name in matched.unused if name.startswith(groups)])
 
@@ -158,23 +156,19 @@ def match_tensors(
 def _complete_names(rules: Sequence[Rule], tensors: Mapping[str, Any]) -> list[Rule]:
     """Return rules for a checkpoint, with `params/` before the names that omit it."""
     names = [rule.name for rule in rules if rule.name is not None]
-    # The parameters may have a group `params`, too, so that both "params/w" and "params/params/w"
-    # exist. Then the names that are in the checkpoint are not meant as they are, if others are in
-    # it only below `params/`.
+    # The parameters may have a group `params` themselves, so that the name "params/w" may mean that
+    # array or "params/params/w". It means the latter if all names are in the checkpoint with
+    # `params/` before them, and not all without it.
     is_omitted_everywhere = False
     if not all(name in tensors for name in names):
         is_omitted_everywhere = all(_params_name(name) in tensors for name in names)
     complete: list[Rule] = []
     for rule in rules:
         name = rule.name
-        if (
-            name is None
-            or (name in tensors and not is_omitted_everywhere)
-            or _params_name(name) not in tensors
-        ):
-            complete.append(rule)
-        else:
-            complete.append(rule._replace(name=_params_name(name)))
+        if name is not None and _params_name(name) in tensors:
+            if is_omitted_everywhere or name not in tensors:
+                rule = rule._replace(name=_params_name(name))
+        complete.append(rule)
     return complete
 
 
@@ -183,9 +177,9 @@ def _params_name(name: str) -> str:
 
 
 def _groups(used: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the beginnings of names of tensors that count as unused.
+    """Return the beginnings of names of tensors that can count as unused.
 
-    They are those of groups from which some tensors are loaded.
+    These are in groups from which some tensors are loaded.
 
     Args:
         used: Path of a leaf → the name of its tensor.
@@ -193,7 +187,7 @@ def _groups(used: Mapping[str, str]) -> tuple[str, ...]:
     roots = {name.partition("/")[0] for name in used.values()}
     if PARAMS in roots:
         return tuple(f"{root}/" for root in roots)
-    # What precedes the path in each name, if it is the same everywhere.
+    # The beginning of each name before the path of its leaf, if all have the same one.
     groups = {name.removesuffix(path) for path, name in used.items()}
     return tuple(groups) if len(groups) == 1 else ("",)
 
@@ -204,15 +198,17 @@ def transform_of_ones(transform: Any, shape: Sequence[int], dtype: DTypeLike, pa
 
 
 def _problem(wanted: WantedTensor, tensor: Any) -> str:
-    # A checkpoint of jstep knows which of its arrays are PRNG keys, Orbax does not.
+    # A checkpoint of jstep records which of its arrays are PRNG keys; one of Orbax does not.
     wanted_code = str(getattr(wanted.leaf, "dtype", ""))
-    other_keys = tensor.code.startswith("key<") and tensor.code != wanted_code
-    if tensor.dtype is None or other_keys:
+    are_other_keys = tensor.code.startswith("key<") and tensor.code != wanted_code
+    if tensor.dtype is None or are_other_keys:
         why = ", which cannot be loaded"
         if trees.is_key(wanted.leaf):
             why = f"; it is {wanted.leaf.dtype} in target"
         return f"{wanted.path!r} (tensor {tensor.name!r}) is {tensor.code}{why}"
-    return "" if wanted.transform else wanted.difference(tensor.shape, tensor.dtype)
+    if wanted.transform:
+        return ""
+    return wanted.difference(tensor.shape, tensor.dtype)
 
 
 def _kind(leaf: object, path: str) -> tuple[tuple[int, ...], Any]:

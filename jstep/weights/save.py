@@ -97,9 +97,12 @@ class NewFiles:
     def _has_index(self) -> bool:
         return len(self.names) > 1
 
+    @property
+    def _all_names(self) -> list[str]:
+        return [*self.names, self._index] if self._has_index else self.names
+
     def check(self) -> None:
-        names = [*self.names, self._index] if self._has_index else self.names
-        for file in map(self._final, names):
+        for file in map(self._final, self._all_names):
             if os.path.lexists(file) and not stat.S_ISREG(os.lstat(file).st_mode):
                 raise OSError(
                     errno.EINVAL, "is not a regular file, and would be replaced; move it away", file
@@ -113,10 +116,10 @@ class NewFiles:
             yield file
 
     def publish(self, shard_of: Mapping[str, int], total_size: int) -> None:
-        """Rename the files, and remove those of an older save.
+        """Rename the files, and remove the files of an older save.
 
-        Readers that follow the index, meanwhile or after a crash, find all of the older save or all
-        of this one: each change that a later one relies on is flushed to disk first.
+        Readers that follow the index find all of the older save or all of this one, even meanwhile
+        or after a crash: each change that a later one relies on is flushed to disk first.
         """
         for name in self.names:
             check_file(self._temporary(name))
@@ -131,8 +134,7 @@ class NewFiles:
         self._move_to_names(first_names, older, shard_of, total_size)
         if has_clash:
             self._rename_from_interim(first_names, shard_of, total_size)
-        finals = [*self.names, self._index] if self._has_index else self.names
-        stale = {*older, *first_names} - set(finals)
+        stale = {*older, *first_names} - set(self._all_names)
         # The index first: without its shards, it would be broken.
         if self._index in stale:
             self._remove(self._index)
@@ -148,9 +150,9 @@ class NewFiles:
         shard_of: Mapping[str, int],
         total_size: int,
     ) -> None:
-        """Give the files these names, and the index to them its own: the new weights exist."""
-        # What readers open has been there before, or has not.
-        is_new = (self._index if self._has_index else self._base) not in older
+        """Give the files these names, and then switch the index to them: the new weights exist."""
+        opened_by_readers = self._index if self._has_index else self._base
+        is_new = opened_by_readers not in older
         is_switched = False
         moved: list[tuple[str, str]] = []
         try:
@@ -165,7 +167,7 @@ class NewFiles:
             # A file or an index that replaced an older one stays, complete. Otherwise only the
             # older weights stay.
             if is_new:
-                self._remove(self._index if self._has_index else self._base)
+                self._remove(opened_by_readers)
             if self._has_index and (is_new or not is_switched):
                 for temporary, final in moved:
                     with contextlib.suppress(OSError):
@@ -175,7 +177,7 @@ class NewFiles:
     def _rename_from_interim(
         self, interim_names: Sequence[str], shard_of: Mapping[str, int], total_size: int
     ) -> None:
-        """Give the shards their own names: under both, until the index refers to these."""
+        """Give the shards their own names; they have both until the index refers to these."""
         for name, interim_name in zip(self.names, interim_names, strict=True):
             try:
                 os.link(self._final(interim_name), self._temporary(name))
@@ -205,9 +207,12 @@ class NewFiles:
                 os.remove(self._temporary(name))
 
     def _is_own(self, name: str) -> bool:
-        stem, suffix = re.escape(self._stem), re.escape(self._suffix)
+        if name in (self._base, self._index):
+            return True
+        stem = re.escape(self._stem)
+        suffix = re.escape(self._suffix)
         shard = rf"{stem}-\d{{5}}-of-\d{{5}}(\.[0-9a-f]{{8}})?{suffix}"
-        return name in (self._base, self._index) or re.fullmatch(shard, name) is not None
+        return re.fullmatch(shard, name) is not None
 
     def _final(self, name: str) -> str:
         return os.path.join(self._directory, name)
@@ -274,9 +279,11 @@ def save_weights(
     # Shards are filled in tree order, then sorted so that large elements are aligned.
     groups = group_by_bytes(((item.tensor.name, item.tensor.nbytes, item) for item in items), limit)
     shards = [sorted(group.values(), key=lambda item: -item.tensor.itemsize) for group in groups]
-    # A link to a file is followed; an index has shards beside it, and takes its place.
-    is_followed = len(shards) == 1 and os.path.islink(path)
-    files = NewFiles(os.path.realpath(path) if is_followed else path, len(shards))
+    file = path
+    if len(shards) == 1 and os.path.islink(path):
+        # A link to a file is followed. Several shards, and their index, are written beside it.
+        file = os.path.realpath(path)
+    files = NewFiles(file, len(shards))
     # Gathering is a collective: all processes take part to the end, even if the first one fails.
     arrays = (_host(item.leaf) for shard in shards for item in shard)
 
@@ -305,10 +312,13 @@ def _write(
                 file.write(_header(shard, metadata))
                 for item in shard:
                     file.write(_stored(item, next(arrays)).reshape(-1).view(np.uint8).data)
-        shard_of = {
-            item.tensor.name: number for number, shard in enumerate(shards) for item in shard
-        }
-        files.publish(shard_of, sum(item.tensor.nbytes for shard in shards for item in shard))
+        shard_of: dict[str, int] = {}
+        total_size = 0
+        for number, shard in enumerate(shards):
+            for item in shard:
+                shard_of[item.tensor.name] = number
+                total_size += item.tensor.nbytes
+        files.publish(shard_of, total_size)
     finally:
         files.discard()
 
@@ -367,8 +377,10 @@ def _host(leaf: object) -> np.ndarray[Any, Any]:
     with meshes.internal_transfers():
         if not isinstance(leaf, jax.Array):
             return np.asarray(leaf)
-        if leaf.is_fully_addressable or leaf.is_fully_replicated:
-            return np.asarray(leaf.addressable_data(0) if leaf.is_fully_replicated else leaf)
+        if leaf.is_fully_replicated:
+            return np.asarray(leaf.addressable_data(0))
+        if leaf.is_fully_addressable:
+            return np.asarray(leaf)
         from jax.experimental import multihost_utils
 
         return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))

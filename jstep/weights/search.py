@@ -1,4 +1,4 @@
-"""Search for weights: a file, an index with its shards, a directory, or an Orbax checkpoint."""
+"""Finding weights at a path: a file, an index with its shards, a directory, or a checkpoint."""
 
 import json
 import ntpath
@@ -34,7 +34,9 @@ def weights_file(path: str) -> str | None:
         names = _files_in(path)
         if len(names) > 1:
             raise _several(path, "the directory has several sets of weights", names)
-        return os.path.join(path, names[0]) if names else None
+        if not names:
+            return None
+        return os.path.join(path, names[0])
     if os.path.exists(path):
         return path
     if os.path.isfile(path + INDEX):
@@ -52,9 +54,9 @@ def _files_in(directory: str) -> list[str]:
     if defaults:
         return defaults
     indexes = [name for name in names if name.endswith(SUFFIX + INDEX)]
-    shards = {
-        shard for name in indexes for shard in _files_of(os.path.join(directory, name)).values()
-    }
+    shards: set[str] = set()
+    for name in indexes:
+        shards.update(_files_of(os.path.join(directory, name)).values())
     return indexes + [name for name in names if name.endswith(SUFFIX) and name not in shards]
 
 

@@ -34,7 +34,7 @@ _DTYPES: Mapping[str, np.dtype[Any]] = {
     "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
     "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
 }
-"""Code → dtype, for those that NumPy and JAX can hold."""
+"""Code → dtype, for the codes that NumPy and JAX support."""
 METADATA = "__metadata__"
 LARGEST = 100_000_000
 """The maximum bytes of a header that the package accepts."""
@@ -50,7 +50,7 @@ def dtype_code(dtype: DTypeLike) -> str | None:
 
 
 class Tensor(NamedTuple):
-    """A tensor in a file, or an array in a checkpoint; `dtype` is None if JAX cannot hold it.
+    """A tensor in a file, or an array in a checkpoint; `dtype` is None if JAX does not support it.
 
     Attributes:
         name: Its name, or its path in the checkpoint.
@@ -130,11 +130,13 @@ def read_parts(
             f"{error}; load it again"
         ) from None
     arrays = {part: np.array(whole[slices(part)], tensor.dtype, order="C") for part in parts}
-    if tensor.code == "BOOL" and any((array.view(np.uint8) > 1).any() for array in arrays.values()):
-        raise ValueError(
-            f"{printable(tensor.file)}: corrupted: the tensor {tensor.name!r} has bools "
-            "that are neither 0 nor 1"
-        )
+    if tensor.code == "BOOL":
+        for array in arrays.values():
+            if (array.view(np.uint8) > 1).any():
+                raise ValueError(
+                    f"{printable(tensor.file)}: corrupted: the tensor {tensor.name!r} has bools "
+                    "that are neither 0 nor 1"
+                )
     return arrays
 
 
