@@ -36,7 +36,7 @@ STALLS_VERSION = 1
 CALL = "call"
 AGREEMENT = "agreement"
 """The kinds of waits that are usually for other processes."""
-_SILENT = 60.0
+_SILENT_SECS = 60.0
 """Seconds without a renewal after which the file of another host is stale."""
 _MAX_PROCESSES = 2**20
 
@@ -49,7 +49,7 @@ def read_stalls(
 ) -> tuple[list[Fields], list[str]]:
     """Return what the processes of a run wait for, oldest first, and problems of unreadable files.
 
-    Files of ended processes are left out, or with `ended` returned alone.
+    Files of ended processes are left out. With `ended`, only these are returned.
     """
     stalls, problems = _files(where, prefix)
     kept: list[Fields] = []
@@ -61,12 +61,11 @@ def read_stalls(
 
 
 def missing_threads(stalls: Sequence[Fields]) -> list[str]:
-    """Return a line for each thread that this process lacks and at least half of all have."""
-    names = {
-        stall["process"]: _thread_names(stall)
-        for stall in stalls
-        if isinstance(stall.get("threads"), dict)
-    }
+    """Return a line for each thread that a process lacks and at least half of all have."""
+    names: dict[int, set[str]] = {}
+    for stall in stalls:
+        if isinstance(stall.get("threads"), dict):
+            names[stall["process"]] = _thread_names(stall)
     counts = Counter(itertools.chain.from_iterable(names.values()))
     lines: list[str] = []
     for name, count in counts.items():
@@ -80,9 +79,12 @@ def missing_threads(stalls: Sequence[Fields]) -> list[str]:
 
 def _thread_names(stall: Fields) -> set[str]:
     """Return the names of the program's threads, without numbers, which differ by process."""
-    names = (str(name) for name in stall["threads"])
-    stripped = {re.sub(r"[-_ ]*\d+", "", name) for name in names if not name.startswith("jstep-")}
-    return stripped - {""}
+    names: set[str] = set()
+    for thread in map(str, stall["threads"]):
+        name = re.sub(r"[-_ ]*\d+", "", thread)
+        if name and not thread.startswith("jstep-"):
+            names.add(name)
+    return names
 
 
 def exit_reason(where: str, prefix: str, began: float) -> str:
@@ -103,9 +105,9 @@ def _is_current(path: str, stall: Fields) -> bool:
     if alive is not None:
         return alive
     if is_url(path):
-        return bool(time.time() - stall["renewed"] < _SILENT)
+        return bool(time.time() - stall["renewed"] < _SILENT_SECS)
     try:
-        return abs(seconds_since_write(path)) < _SILENT
+        return abs(seconds_since_write(path)) < _SILENT_SECS
     except FileNotFoundError:  # the process continued meanwhile
         return False
 
@@ -120,9 +122,8 @@ def _files(where: str, prefix: str | None) -> tuple[list[tuple[str, Fields]], li
             continue
         path = join_path(folder, name)
         try:
-            stall = _checked_stall(
-                decode_json(read_small(path, MAX_CLAIM_BYTES, follow_link=False))
-            )
+            data = read_small(path, MAX_CLAIM_BYTES, follow_link=False)
+            stall = _checked_stall(decode_json(data))
         except FileNotFoundError:  # the process continued meanwhile
             continue
         except (OSError, ValueError) as error:
@@ -134,22 +135,20 @@ def _files(where: str, prefix: str | None) -> tuple[list[tuple[str, Fields]], li
 
 
 def _names(folder: str) -> Iterable[str]:
-    # Not a `Bucket`, whose lists are complete: an incomplete one loses nothing here.
     if is_url(folder):
+        # Not `Bucket`, which makes sure that lists are complete: here, that is not needed.
         return Objects(folder).list()
     # Behind a link may be the files of others.
-    return names_in(folder) if is_directory(folder) and not os.path.islink(folder) else []
+    if not is_directory(folder) or os.path.islink(folder):
+        return []
+    return names_in(folder)
 
 
 def _checked_stall(stall: Any) -> dict[str, Any]:
-    if (
-        isinstance(stall, dict)
-        and type(stall.get("version")) is int
-        and stall["version"] > STALLS_VERSION
-    ):
+    version = stall.get("version") if isinstance(stall, dict) else None
+    if type(version) is int and version > STALLS_VERSION:
         raise ValueError(
-            f"it has version={stall['version']}, and this jstep reads "
-            f"{STALLS_VERSION}: update jstep"
+            f"it has version={version}, and this jstep reads {STALLS_VERSION}: update jstep"
         )
     try:
         fields: dict[str, Any] = checked(stall, StallFile)
@@ -165,7 +164,11 @@ def _checked_stall(stall: Any) -> dict[str, Any]:
 
 
 def find_waited_for(stalls: Sequence[Fields]) -> list[Fields]:
-    """Return what others wait for: stalls on the host if not all are there, else unusual ones."""
+    """Return the stalls that others wait for.
+
+    These are the ones that do not themselves wait for other processes. If none does, they are the
+    ones with an unusual reason.
+    """
     blocking = [stall for stall in stalls if stall["kind"] not in (CALL, AGREEMENT)]
     if len(blocking) < len(stalls):
         return blocking
@@ -208,10 +211,10 @@ class StallFiles:
         ForeignFileError: The directory of the files is a link, behind which may be files of others.
 
     Attributes:
-        others: What the other processes wait for, if this one has read their files.
-        is_reported_elsewhere: Whether this process reports no others, because one with a lower
-            index does so.
-        shown: The time since which the file of this process exists; None if it does not.
+        others: The stalls of the other processes, if this one has read their files.
+        is_reported_elsewhere: Whether this process does not report the others, because one with a
+            lower index does so.
+        shown: The time at which the file of this process was written first; None if there is none.
     """
 
     def __init__(
@@ -223,9 +226,11 @@ class StallFiles:
         self._folder = join_path(self._where, FOLDER)
         self._check_no_link()
         self.period = 10.0 if is_url(where) else min(15.0, max(0.25, warn_secs / 4))
-        self._job: Any = None  # the latest exchange, of which there is one at a time
-        self._begun = -self.period  # when it began
-        self._run_directory: OpenDirectory | None = None  # once it is there
+        # The latest exchange, of which there is one at a time, and when it began.
+        self._job: Any = None
+        self._begun = -self.period
+        # None until it exists.
+        self._run_directory: OpenDirectory | None = None
         # Whether there may be a file of this process: an earlier start may have left one.
         self._may_exist = True
         self._problems = set[str]()  # that were logged
@@ -240,13 +245,16 @@ class StallFiles:
         # Not at the top: it imports JAX, which `jstep stalls` does not need.
         from jstep.core.threads import run_in_background
 
-        if not self._where or (self._job is not None and not self._job.done()):
+        if not self._where:
             return
-        is_wrong = fields is None and self._may_exist  # the file of a process that has continued
-        if fields is None and not read and not is_wrong:
+        if self._job is not None and not self._job.done():
+            return
+        # The file of a process that has continued is removed without waiting for the period.
+        is_outdated = fields is None and self._may_exist
+        if fields is None and not read and not is_outdated:
             return
         is_time = immediately or time.monotonic() - self._begun >= self.period
-        if not is_time and not is_wrong:
+        if not is_time and not is_outdated:
             return
         stall = None if fields is None else fields()
         self._begun = time.monotonic()
@@ -292,7 +300,8 @@ class StallFiles:
                 self._read()
         except (OSError, ForeignFileError) as error:
             self.others = []
-            self.is_reported_elsewhere = True  # what is not known is not reported as missing
+            # Processes whose files cannot be read must not be reported as missing.
+            self.is_reported_elsewhere = True
             self._warn("the stalls of the other processes cannot be read", error)
 
     @property
@@ -302,31 +311,38 @@ class StallFiles:
     def _write(self, stall: Fields) -> None:
         self._check()
         self._may_exist = True
-        file = {"prefix": self._prefix, "process": self._process, "renewed": time.time()}
-        replace_file(
-            self._path, _as_bytes({"version": STALLS_VERSION, **file, **this_process(), **stall})
-        )
+        fields = {
+            "version": STALLS_VERSION,
+            "prefix": self._prefix,
+            "process": self._process,
+            "renewed": time.time(),
+            **this_process(),
+            **stall,
+        }
+        replace_file(self._path, _as_bytes(fields))
         if self.shown is None:
             self.shown = time.monotonic()
 
     def _remove(self) -> None:
         self._check()
-        # Before the directory of the run is there, a file of an earlier start may still be.
+        # Until the directory of the run was opened, there may still be a file of an earlier start.
         self._may_exist = self._run_directory is None and not is_url(self._where)
         remove_file(self._path)
         self.shown = None
 
     def _read(self) -> None:
-        # Only the first process that has a file reads and reports all files: if each did, the reads
-        # would be n². The others list the names, in one request.
-        matches = (
-            re.fullmatch(rf"{re.escape(self._prefix)}\.([0-9]+)\.json", name)
-            for name in _names(self._folder)
-        )
-        self.is_reported_elsewhere = any(
-            int(match[1]) < self._process for match in matches if match is not None
-        )
-        stalls = [] if self.is_reported_elsewhere else read_stalls(self._where, self._prefix)[0]
+        # Only the first process that has a file reads and reports all files: if each did, there
+        # would be n² reads. The others list the names, in one request.
+        pattern = re.compile(rf"{re.escape(self._prefix)}\.([0-9]+)\.json")
+        self.is_reported_elsewhere = False
+        for name in _names(self._folder):
+            match = pattern.fullmatch(name)
+            if match is not None and int(match[1]) < self._process:
+                self.is_reported_elsewhere = True
+        if self.is_reported_elsewhere:
+            self.others = []
+            return
+        stalls, _ = read_stalls(self._where, self._prefix)
         self.others = [stall for stall in stalls if stall["process"] != self._process]
 
     def _warn(self, problem: str, error: Exception) -> None:
