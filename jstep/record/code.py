@@ -14,7 +14,7 @@ from jstep.core.checks import truncate
 from jstep.core.logs import logger
 
 UNKNOWN = "unknown"
-"""The edits of a repository of which git could not tell in time."""
+"""The edits of a repository if git did not find them in time."""
 GIT_TIMEOUT_SECS = 2.0
 """The time limit for git, in seconds."""
 _SOURCES = tuple(f".{end}" for end in "py pyx sh c cc cpp cu cuh h hpp".split())  # noqa: SIM905
@@ -69,22 +69,23 @@ def code_version() -> dict[str, Any] | None:
 
 
 def _git(directory: str, deadline: float, *words: str) -> bytes:
-    # Not in the current directory, which an empty entry of PATH names: it may be somebody else's.
+    # Not from the current directory, which may be somebody else's: an empty entry of PATH names it.
     path = filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep))
     git = shutil.which("git", path=os.pathsep.join(path))
     if git is None:
         raise FileNotFoundError("git")
-    environment = {
-        name: value for name, value in os.environ.items() if name not in _REPOSITORY_VARIABLES
-    }
-    environment |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}  # git must not refresh the index
-    # Nor fetch objects that a partial clone lacks: the repository's config names the program for
-    # that.
+    environment = dict(os.environ)
+    for name in _REPOSITORY_VARIABLES:
+        environment.pop(name, None)
+    # git must not refresh the index.
+    environment |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    # Nor may it fetch objects that a partial clone lacks, by a program that the repository's config
+    # names.
     environment |= {"GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
     settings = [word for setting in _NO_PROGRAMS for word in ("-c", setting)]
-    # A loader may fork workers meanwhile, which keep the pipes of a `subprocess` open, so that it
-    # would wait for their end. So there is none: the output is in files, and a program with a path
-    # and open descriptors is spawned, not forked.
+    # There are no pipes: a loader may fork workers meanwhile, which would keep them open, and
+    # `subprocess` would wait for the workers' end. So the output is in files. And with a path and
+    # without `close_fds`, the program is spawned, not forked.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         done = subprocess.run(
             [git, "-C", directory, *settings, *words],
@@ -104,13 +105,16 @@ def _git(directory: str, deadline: float, *words: str) -> bytes:
 
 def _edits(directory: str, deadline: float) -> str | None:
     """Return a hash of uncommitted edits and of new source files; None if there are none."""
-    filters = _filters(directory, deadline)
-    # A filter is a program through which git passes each changed file. That of the user's own
-    # config is as unsafe as that of the repository's: it runs at the root of the repository, where
-    # `python -m` imports what is there.
+    settings = os.fsdecode(_git(directory, deadline, *_CONFIG)).split("\0")
+    matches = map(_FILTER.fullmatch, settings)
+    # A filter is a program through which git passes each changed file. One from the user's own
+    # config is as unsafe as one from the repository's: it runs at the root of the repository, where
+    # `python -m` imports the modules that are there.
+    filters = {match[1] for match in matches if match is not None}
     off: list[str] = []
     for name in filters:
-        if "=" in name:  # git takes what precedes it for the whole name of the setting
+        if "=" in name:
+            # git would take the part before it for the whole name of the setting.
             return UNKNOWN
         for setting in ("clean=", "process=", "required=false"):
             off += ["-c", f"filter.{name}.{setting}"]
@@ -121,7 +125,8 @@ def _edits(directory: str, deadline: float) -> str | None:
         attributes = _git(
             root, deadline, "check-attr", "-z", "filter", "--", *map(os.fsdecode, paths)
         )
-        # Without its filter, a file may look edited and not be.
+        # The output is path, attribute and value of each file. Without its filter, a file may look
+        # edited and not be.
         if filters & {os.fsdecode(value) for value in attributes.split(b"\0")[2::3]}:
             return UNKNOWN
     untracked = map(os.fsdecode, sorted(_git(root, deadline, *_UNTRACKED).split(b"\0")))
@@ -137,9 +142,3 @@ def _edits(directory: str, deadline: float) -> str | None:
         digest.update(os.fsencode("\0".join(new)))
         digest.update(_git(root, deadline, "hash-object", "--no-filters", "--", *new))
     return digest.hexdigest()
-
-
-def _filters(directory: str, deadline: float) -> set[str]:
-    """Return the names of the filters in all configs that git reads here."""
-    settings = os.fsdecode(_git(directory, deadline, *_CONFIG)).split("\0")
-    return {match[1] for match in map(_FILTER.fullmatch, settings) if match is not None}
