@@ -1,4 +1,4 @@
-"""What a run was given, as JSON without secrets: its config, its arguments, its command line."""
+"""A run's config, arguments and command line as JSON without secrets."""
 
 import argparse
 import contextlib
@@ -18,24 +18,25 @@ from jstep.core.secret_text import NOT_RECORDED, hide
 from jstep.stores.files import json_number
 
 MAX_OPTIONS = 10_000
-"""The number of options of a config that are recorded."""
+"""The maximum number of options of a config that are recorded."""
 MAX_TEXT = 1000
-"""The number of characters of a value."""
+"""The maximum number of characters of a value."""
 _MAX_DEPTH = 20
-"""The number of levels of a config; what is deeper is one option."""
+"""The maximum number of levels of a config; a deeper value is one option."""
 _MAX_CONFIG = 2**19
-"""The number of bytes of a config."""
+"""The maximum number of bytes of a config."""
 _MAX_WORDS = 100
-"""The number of words of a command line."""
+"""The maximum number of words of a command line."""
 _MAX_ARGV = 2**12
-"""The number of its bytes."""
+"""The maximum number of its bytes."""
 
 
 def command_line() -> list[str]:
     """Return the words of the command line, in which each secret is replaced."""
     argv = [str(word) for word in getattr(sys, "argv", ())]
     shown = list[str]()
-    option = ""  # whose value the next word may be, as in `--password hunter2`
+    # The option whose value the next word may be, as in `--password hunter2`.
+    option = ""
     size = 0
     for word in argv[:_MAX_WORDS]:
         name, equals, value = word.partition("=")
@@ -49,7 +50,9 @@ def command_line() -> list[str]:
         if size > _MAX_ARGV:
             break
         shown.append(text)
-    return shown if len(argv) == len(shown) else [*shown, f"… and {len(argv) - len(shown)} more"]
+    if len(shown) < len(argv):
+        shown.append(f"… and {len(argv) - len(shown)} more")
+    return shown
 
 
 # Values.
@@ -66,7 +69,9 @@ def _finite(value: Any) -> Any:
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    return json_number(value) if isinstance(value, float) else value
+    if isinstance(value, float):
+        return json_number(value)
+    return value
 
 
 def _digest(text: str) -> str:
@@ -75,7 +80,7 @@ def _digest(text: str) -> str:
 
 
 def as_text(text: str, name: str = "") -> str:
-    """Return a text as recorded: without secrets, which its name may tell, and not too long."""
+    """Return a string without secrets, which its name may indicate, and shortened if it is long."""
     shown = hide(name, text[: 2 * MAX_TEXT])
     if len(text) > MAX_TEXT and shown != NOT_RECORDED:
         whole = _digest(shown + text[2 * MAX_TEXT :])
@@ -84,22 +89,23 @@ def as_text(text: str, name: str = "") -> str:
 
 
 def plain(value: Any, name: str = "") -> Any:
-    """Return a value as JSON without secrets.
-
-    Of an object that is none of numbers, it is the name of its class.
-    """
+    """Return a value as JSON without secrets; of another object, the name of its class."""
     with contextlib.suppress(Exception):
         if isinstance(value, enum.Enum):
             return value.name
-        if value is None or (isinstance(value, int) and abs(value) < 2**1000):
-            # As a float, it is finite.
+        if value is None:
+            return value
+        if isinstance(value, int) and abs(value) < 2**1000:
+            # A larger one may have no finite float.
             return value
         if isinstance(value, float):
             return json_number(float(value))
         if isinstance(value, str | os.PathLike):
             return as_text(str(os.fspath(value)), name)
         if _is_list(value):
-            shown = [item if type(item) is int else plain(item, name) for _, item in _items(value)]
+            shown = []
+            for _, item in _items(value):
+                shown.append(item if type(item) is int else plain(item, name))
             text = str(shown)
             if len(text) <= MAX_TEXT:
                 return shown
@@ -112,7 +118,7 @@ def plain(value: Any, name: str = "") -> Any:
 
 
 def _plain_array(array: Any) -> Any:
-    """Return a scalar's number, or an array's dtype and shape, as its values are no options."""
+    """Return a scalar's number; of other arrays, whose values are not options, dtype and shape."""
     number = array.item() if array.shape == () else None
     if not isinstance(number, bool | int | float):
         return f"{array.dtype}{list(array.shape)}"
@@ -125,10 +131,10 @@ def _plain_array(array: Any) -> Any:
 
 
 def as_config(config: Any) -> dict[str, Any] | None:
-    """Return a config's options by their path, as JSON without secrets; too many are left out."""
+    """Return a config's options by their path, as JSON without secrets, up to a number and size."""
     if config is None:
         return None
-    # A list has no names for its options, other than a namedtuple.
+    # A list has no names for its options, unless it is a namedtuple.
     is_list = _is_list(config) and not hasattr(config, "_fields")
     entries = None if is_list else _entries(config)
     if entries is None:
@@ -155,8 +161,10 @@ def as_config(config: Any) -> dict[str, Any] | None:
             continue
         record[text] = value
         size += len(option)
+    if not left_out:
+        return record
     summary = f"{len(left_out)} options are left out, {_digest(str(left_out))}"
-    return {**record, "…": summary} if left_out else record
+    return {**record, "…": summary}
 
 
 def _flat(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
@@ -178,12 +186,11 @@ def _entries(value: Any, depth: int = 0) -> list[tuple[Any, Any]] | None:
             return None
         if callable(getattr(value, "flag_values_dict", None)):  # the FLAGS of absl
             value = value.flag_values_dict()
-        # A ConfigDict of ml_collections is a mapping, too, and a DataFrame, which has `keys` and a
-        # shape, is a value.
-        is_mapping = (
-            hasattr(value, "keys") and hasattr(value, "__getitem__") and not hasattr(value, "shape")
-        )
-        if isinstance(value, Mapping) or is_mapping:
+        # A ConfigDict of ml_collections counts as a mapping, but not a DataFrame, which has `keys`
+        # and a shape.
+        has_keys = hasattr(value, "keys") and hasattr(value, "__getitem__")
+        is_mapping = isinstance(value, Mapping) or (has_keys and not hasattr(value, "shape"))
+        if is_mapping:
             return [(key, _read(value.__getitem__, key)) for key in value.keys()]  # noqa: SIM118
         if isinstance(value, argparse.Namespace):
             return list(vars(value).items())
@@ -206,12 +213,9 @@ def _field_names(value: Any) -> list[str] | None:
 
 
 def _has_entries(values: Sequence[Any], depth: int) -> bool:
-    """Whether a list has an item with names of its own.
-
-    Only as many are looked at as options are recorded.
-    """
+    """Return whether an item of a list has names of its own, among those that are recorded."""
     for _, item in itertools.islice(_items(values), MAX_OPTIONS):
-        # Most lists are of numbers, and `_entries` takes long.
+        # First a quick check: most lists are of numbers, and `_entries` takes long.
         if type(item) not in _PLAIN and _entries(item, depth) is not None:
             return True
     return False
@@ -234,7 +238,7 @@ def _items(value: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _read(get: Callable[[Any], Any], key: Any) -> Any:
-    """Return an entry of an object, or the type of its error, as of a missing OmegaConf value."""
+    """Return an entry of an object, or the type of its error, as for a missing OmegaConf value."""
     try:
         return get(key)
     except Exception as error:

@@ -33,21 +33,21 @@ HASHES = {
     "batches: hash": "batches: the definition differs",
     _TRACED_STEP: "the traced step differs",
 }
-"""Values that only tell whether something differs, and the line for each."""
+"""Values that show only whether something differs, and the line for each."""
 PAIR_WORDS = ("in A", "in B")
 RESTART_WORDS = ("before", "now")
 """What the lines call two starts."""
 
-# Sections whose differences change the bits, and sections about where the same run is computed;
-# others are intended.
+# Sections whose differences change the bits, and sections about where a run is computed. Other
+# differences are intended.
 
 _BITS = {"settings", "state", "batches", "lanes", "programs", "config"}
 _PLACE = {"versions", "devices", "code"}
 _EFFECTS = {"state: sharding": _PLACE, "train: batch_sharding": _PLACE, "batch": set[str]()}
-"""Values with another effect than their section."""
+"""Values whose effect is not that of their section."""
 _HARMLESS_FLAG = re.compile("dump|log|profil|path|dir|device_count")
 PATH_OPTIONS = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
-"""The arguments of `train` that are places."""
+"""The arguments of `train` that are paths."""
 _NAMES = dict.fromkeys(
     ("steps", "num_steps", "max_steps", "total_steps", "train_steps"), "last_step"
 )
@@ -65,9 +65,9 @@ class RecordedValue(NamedTuple):
 
 
 def values_of(start: Mapping[str, Any]) -> dict[str, RecordedValue]:
-    """Return what a start was given, as name → (section, value).
+    """Return name → section and value of the settings, arguments and programs of a start.
 
-    Paths are left out: a run that moved is the same.
+    Paths are left out: moving a run does not change it.
     """
     setup = start.get("setup") or {}
     arguments = setup.get("arguments") or {}
@@ -89,26 +89,22 @@ def values_of(start: Mapping[str, Any]) -> dict[str, RecordedValue]:
         for name, value in _flat(begins, parts.get(section) or {}):
             if name.removeprefix("train: ").removeprefix("config: ") in PATH_OPTIONS:
                 continue
-            # Also without a name that says so: an option, or a variable, may be a path in the
-            # directory of the run.
-            if (
-                section in ("config", "environment")
-                and isinstance(value, str)
-                and _is_path(value, run_paths)
-            ):
+            # The value of an option or variable with another name may be a path, too.
+            may_be_path = section in ("config", "environment") and isinstance(value, str)
+            if may_be_path and _is_path(value, run_paths):
                 continue
             values[name] = RecordedValue(section, value)
     return values
 
 
 def _environment(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables, and each flag of XLA by itself."""
+    """Return the variables, with each flag of XLA as a value of its own."""
     values: dict[str, Any] = {}
     for word in str(variables.get("XLA_FLAGS", "")).split():
         name, _, value = word.partition("=")
         values[f"XLA_FLAGS {name}"] = value or "set"
     for name, value in variables.items():
-        # Addresses and ports are others in each start of several processes.
+        # In each start of several processes, addresses and ports differ.
         if name != "XLA_FLAGS" and not _ADDRESS.search(name):
             values[name] = value
     return values
@@ -124,7 +120,7 @@ def _code(start: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _programs(programs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What each program was compiled for; the names of stage 0 have no number."""
+    """Return the values of each program; names of stage 0 have no number."""
     values: dict[str, Any] = {}
     for program in programs:
         stage = program.get("stage")
@@ -139,8 +135,8 @@ def _programs(programs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _is_path(value: str, run_paths: Collection[str]) -> bool:
     if _PATH.match(value):
         return True
-    # A relative path such as "runs/a/plots" looks like any other option with a slash, unless the
-    # run is there.
+    # A relative path such as "runs/a/plots" cannot be told from another option with a slash, unless
+    # it is below a path of the run.
     return "/" in value and any(f"{value}/".startswith(f"{path}/") for path in run_paths)
 
 
@@ -158,9 +154,9 @@ class Changes(NamedTuple):
     """The lines about two starts.
 
     Attributes:
-        bits: What changes the bits of a run that is resumed.
-        place: What says where it is computed, which may change them.
-        others: What is intended, such as a later last step.
+        bits: Differences that change the bits of a resumed run.
+        place: Differences in where it is computed, which may change them.
+        others: Intended differences, such as a later last step.
     """
 
     bits: list[str]
@@ -172,7 +168,7 @@ class Changes(NamedTuple):
         return [*self.bits, *self.place, *self.others]
 
     def list_of(self, name: str, section: str) -> list[str]:
-        """Return the list in which a value has its line."""
+        """Return the list for the line of a value."""
         effect = _EFFECTS.get(name, {section})
         is_xla_flag = name.startswith("XLA_FLAGS ") and not _HARMLESS_FLAG.search(name)
         if is_xla_flag or effect & _BITS:
@@ -203,8 +199,8 @@ def changes(
         leave_out: Sections that are not compared.
     """
     differing = _differing_values(values_of(first), values_of(second), leave_out)
-    # A hash says only that something differs. So we first collect what differs by name, the
-    # sections and the values, and show a hash only if nothing that has a name explains it.
+    # A hash shows only that something differs. So we first collect the sections and names of the
+    # other differing values, and show a hash only if none of these explains it.
     named: set[str] = set()
     for name, difference in differing.items():
         if name not in HASHES:
@@ -213,7 +209,8 @@ def changes(
     has_lanes = bool((second.get("setup") or {}).get("lanes"))
     is_comparable = "batch" not in named and not ("devices" in named and has_lanes)
     found = Changes([], [], [])
-    shown: set[str] = set()  # the hashes that have a line: that of the first program stands for all
+    # The hashes that have a line. Of several programs, only the first one gets a line.
+    shown: set[str] = set()
     for name, difference in differing.items():
         section, old, new = difference
         stem = _stem(name)
@@ -238,12 +235,12 @@ def changes(
 def _has_another_line(
     name: str, difference: _Difference, differing: Mapping[str, _Difference], named: Collection[str]
 ) -> bool:
-    """Whether the line of another value says what differs."""
+    """Return whether the line of another value shows the same difference."""
     if difference.section == "config":
-        return _is_argument(name, difference.old, difference.new, differing)
+        return _is_argument_of_train(name, difference.old, difference.new, differing)
     if difference.section == "state":
         return "jax_enable_x64" in differing
-    # The meshes of a sharding are those of the devices.
+    # The mesh of a sharding consists of the devices.
     return _stem(name) == "train: batch_sharding" and "devices" in named
 
 
@@ -265,31 +262,34 @@ def _differing_values(
         new = second[name].value if name in second else _ABSENT
         is_in_both = old is not _ABSENT and new is not _ABSENT
         if not is_in_both and section in ("settings", "programs"):
-            continue  # another version of JAX has other settings, and another stage other programs
+            # Another version of JAX has other settings, and another stage other programs.
+            continue
         if NOT_RECORDED in (old, new) or same(old, new):
             continue
         differing[name] = _Difference(section, old, new)
     return differing
 
 
-def _is_argument(name: str, old: Any, new: Any, differing: Mapping[str, _Difference]) -> bool:
-    """Return whether an option is an argument of `train`, such as last_step, with its own line."""
+def _is_argument_of_train(
+    name: str, old: Any, new: Any, differing: Mapping[str, _Difference]
+) -> bool:
+    """Return whether an option is also an argument, such as last_step, that differs equally."""
     option = name.removeprefix("config: ").rpartition("/")[2]
     argument = differing.get(f"train: {_NAMES.get(option, option)}")
     return argument is not None and (argument.old, argument.new) == (old, new)
 
 
 def is_setting(name: str, section: str, values: Collection[str]) -> bool:
-    """Whether an environment variable sets one of the values."""
+    """Return whether an environment variable sets one of the values."""
     return section == "environment" and name.startswith("JAX_") and name.lower() in values
 
 
 def _how_programs_differ(
     name: str, starts: Sequence[Mapping[str, Any]], words: tuple[str, str]
 ) -> str:
-    """Say in which part two programs differ, by which optimizers, and in which lines.
+    """Describe in which part two programs differ, by which optimizers, and in which lines.
 
-    It is "" if that is not known.
+    Return "" if that is not known.
     """
     stage = name.partition("[")[2].rstrip("]") or "0"
     first, second = (_program_at(stage, start) for start in starts)
@@ -315,23 +315,25 @@ def _how_programs_differ(
 
 
 _PARTS = {"gradients": "loss and gradients", "update": "update"}
-"""The hashes of a program's parts, and what these are."""
+"""Key of a program's hash → the part of the program that is hashed."""
 
 
 def _differ_in_hyperparameters(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Return whether two programs have one optimizer with other values of its hyperparameters."""
+    """Return whether two programs have one optimizer, with other values of hyperparameters."""
     old = first.get("hyperparameters") or {}
     new = second.get("hyperparameters") or {}
     values: dict[str, set[str]] = {}
     for name in old.keys() & new.keys():
-        # Of several optimizers, each of which has one, perhaps with equal values, the last part of
-        # the path is shown.
+        # The text of an optimizer shows the last part of the path. Several optimizers may have a
+        # hyperparameter of this name.
         shown = values.setdefault(name.rpartition("/")[2], set())
         shown.add(_value_text(old[name]))
         shown.add(_value_text(new[name]))
 
     def erase_value(match: re.Match[str]) -> str:
-        return f"{match[1]}=" if match[2] in values.get(match[1], ()) else match[0]
+        if match[2] in values.get(match[1], ()):
+            return f"{match[1]}="
+        return match[0]
 
     # In one pass, not in one for each name: somebody else's setup may have ten thousand names.
     old_text = _ARGUMENT.sub(erase_value, first.get("optimizer") or "")
@@ -344,7 +346,9 @@ _ARGUMENT = re.compile(r"\b(\w++)=([^,()=]++)(?=[,)])")
 
 
 def _value_text(value: object) -> str:
-    return str(shortest_digits(value) if isinstance(value, float) else value)
+    if isinstance(value, float):
+        value = shortest_digits(value)
+    return str(value)
 
 
 def _program_at(stage: str, start: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -368,24 +372,25 @@ def same(a: Any, b: Any) -> bool:
 def _shown(value: Any, other: Any) -> str:
     if value is _ABSENT:
         return "absent"
-    if (
-        isinstance(value, float)
-        and isinstance(other, float)
-        and shortest_digits(value) != shortest_digits(other)
-    ):
-        value = shortest_digits(value)
-    is_plain = isinstance(value, str) and value and str(other) != value
-    return truncate(value if is_plain else json.dumps(value), 80)
+    if isinstance(value, float) and isinstance(other, float):
+        digits = shortest_digits(value)
+        # All digits are shown if these do not show the difference.
+        if digits != shortest_digits(other):
+            value = digits
+    # A string has quotes only if it is empty, or would look like the other value: "1" and 1.
+    if isinstance(value, str) and value and str(other) != value:
+        return truncate(value, 80)
+    return truncate(json.dumps(value), 80)
 
 
 # The first lines in which two printed programs differ.
 
 _MAX_LINES = 5
-"""How many lines are shown."""
+"""The maximum number of lines that are shown."""
 _COMPARED = 400
-"""How many lines are compared, from the first one on that differs."""
+"""The maximum number of lines that are compared, from the first difference on."""
 _MAX_SHOWN = 60
-"""How many characters of a line are shown."""
+"""The maximum number of characters of a line that are shown."""
 _BOUND = re.compile(r"\b([a-z]+):(?=[a-z]+\d*(?:<\w+>)?\[)")
 _WORD = re.compile(r"(= )?\b([a-z]{1,4})\b(?![=<\[])(:)?")
 _KEY = re.compile(r"\bkey<\w+>")
@@ -404,7 +409,7 @@ def differing_lines(old_program: str, new_program: str, *, any_keys: bool = Fals
     first = 0
     while first < min(len(old), len(new)) and old[first] == new[first]:
         first += 1
-    # Not all that follows: difflib takes quadratic time.
+    # Not all lines that follow: difflib takes quadratic time.
     replaced = _replaced(old[first : first + _COMPARED], new[first : first + _COMPARED])
     return list(dict.fromkeys(replaced))[:_MAX_LINES]
 
@@ -414,15 +419,13 @@ def _replaced(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
     for kind, old_start, old_stop, new_start, new_stop in matcher.get_opcodes():
         if kind == "equal":
             continue
-        pairs = itertools.zip_longest(
-            old[old_start:old_stop], new[new_start:new_stop], fillvalue=""
-        )
-        for old_line, new_line in pairs:
+        old_lines = old[old_start:old_stop]
+        new_lines = new[new_start:new_stop]
+        for old_line, new_line in itertools.zip_longest(old_lines, new_lines, fillvalue=""):
             if old_line or new_line:
-                yield (
-                    f"{truncate(old_line, _MAX_SHOWN) or 'nothing'} → "
-                    f"{truncate(new_line, _MAX_SHOWN) or 'nothing'}"
-                )
+                old_text = truncate(old_line, _MAX_SHOWN) or "nothing"
+                new_text = truncate(new_line, _MAX_SHOWN) or "nothing"
+                yield f"{old_text} → {new_text}"
 
 
 def _erase_names(text: str) -> list[str]:

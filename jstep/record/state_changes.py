@@ -1,4 +1,4 @@
-"""What replaced the state of a run between two calls: the loop body or a hook; steps and leaves."""
+"""Changes of a run's state by the loop body or a hook: which leaves they replaced, and when."""
 
 from typing import Any
 
@@ -6,25 +6,26 @@ from jstep.core import trees
 from jstep.core.checks import truncate, truncate_path
 from jstep.core.trees import Tree
 
-# Bounds, as the file of a start is written each second.
+# Bounds: the file of a start is written each second.
 
 _MAX_KINDS = 6
-"""The number of kinds of changes."""
+"""The maximum number of kinds of changes."""
 _MAX_LEAVES = 4
-"""The number of paths of a kind."""
+"""The maximum number of paths of a kind."""
 _MAX_STEPS = 10
-"""The number of its first steps, and of its newest ones."""
+"""The maximum number of its first steps, and of its newest ones."""
 _MAX_TEXT = 80
-"""The number of characters of a path, and of a name."""
-_OTHERS = "the body or a hook", ("other leaves",)
+"""The maximum number of characters of a path, and of a name."""
+_OTHER_LEAVES = "other leaves"
+_OTHERS = "the body or a hook", (_OTHER_LEAVES,)
 """The kind of all changes beyond `_MAX_KINDS`."""
 
 
 class StateChanges:
-    """The changes of a state by code of the user, of bounded size.
+    """The changes of a state by the user's code, of bounded size.
 
-    A leaf counts as changed if it is another array. None is read, as the one before may have been
-    donated.
+    A leaf counts as changed if it is another array. Values are not compared, because the old array
+    may have been donated.
     """
 
     def __init__(self) -> None:
@@ -41,9 +42,10 @@ class StateChanges:
             key = _OTHERS
         kind = self._kinds.get(key)
         if kind is None:
-            paths = (
-                [*_OTHERS[1]] if key is _OTHERS else _subtrees(trees.leaf_paths(new_state), changed)
-            )
+            if key is _OTHERS:
+                paths = [_OTHER_LEAVES]
+            else:
+                paths = _subtrees(trees.leaf_paths(new_state), changed)
             shown = [truncate_path(path, _MAX_TEXT) for path in paths[:_MAX_LEAVES]]
             kind = {
                 "by": truncate(key[0], _MAX_TEXT),
@@ -52,12 +54,16 @@ class StateChanges:
                 "count": 0,
                 "steps": [],
             }
-        steps = kind["steps"]
-        if step not in steps[-1:]:  # replaced twice at one step
-            steps = [*steps, step]
-            # The newest of those after the first ones.
-            newest = steps[max(_MAX_STEPS, len(steps) - _MAX_STEPS) :]
-            kind = {**kind, "count": kind["count"] + 1, "steps": [*steps[:_MAX_STEPS], *newest]}
+        # A state that is replaced twice at one step counts once.
+        if step not in kind["steps"][-1:]:
+            steps = [*kind["steps"], step]
+            first_steps = steps[:_MAX_STEPS]
+            newest_steps = steps[max(_MAX_STEPS, len(steps) - _MAX_STEPS) :]
+            kind = {
+                **kind,
+                "count": kind["count"] + 1,
+                "steps": [*first_steps, *newest_steps],
+            }
         # Not in place: another thread may be writing the record.
         self._kinds = {**self._kinds, key: kind}
 
