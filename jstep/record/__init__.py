@@ -4,7 +4,7 @@
 - `config`: what a run was given, as JSON without secrets.
 - `differences`: the differences of two starts.
 - `process_files`: the files of all processes but the first.
-- `run_record`: the record of a run that goes on, as other rooms find it.
+- `run_record`: access to the record of the run in progress.
 - `schema`: the schema of the files of a run.
 - `stall_files`: the files `stalls/PREFIX.PROCESS.json`.
 - `state_changes`: what replaced the state between two calls.

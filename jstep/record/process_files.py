@@ -21,7 +21,7 @@ from jstep.stores.urls import is_url, join_path
 
 PROCESS_VERSION = 1
 _MAX_READ = 4096
-"""The number of processes whose files are read."""
+"""The maximum number of processes whose files are read."""
 
 
 class ProcessFile:
@@ -86,7 +86,7 @@ def read_process(where: str, prefix: str, index: int) -> ProcessRecord | None:
 
 
 def read_processes(where: str, prefix: str, start: int, count: int) -> Sequence[ProcessRecord]:
-    """Return what the processes of a start but the first have recorded.
+    """Return the records of a start's processes but the first.
 
     Files that a later start has replaced are left out.
     """

@@ -1,4 +1,4 @@
-"""The record of a run that goes on, as other rooms find it."""
+"""Access to the record of the run in progress, for other rooms."""
 
 from typing import Any
 
@@ -24,14 +24,13 @@ def process_file_of(run: Any) -> ProcessFile | None:
 
 def earlier_starts(run: Any) -> list[Start]:
     file = file_of(run)
-    return [] if file is None else valid(file.earlier)
+    if file is None:
+        return []
+    return valid(file.earlier)
 
 
 def had_name(run: Any, name: str) -> bool:
-    """Whether an earlier start in this directory had this name.
-
-    An example is a start that ended before its first save.
-    """
+    """Whether an earlier start in this directory had this name, even if it never saved."""
     return any(start["run"] == name for start in earlier_starts(run))
 
 

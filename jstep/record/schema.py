@@ -10,7 +10,7 @@ from jstep.stores.checked_json import Path, Seconds, Step
 from jstep.stores.untrusted import is_seconds
 
 LARGE_CONFIG = "in the card"
-"""In place of a large config, which is in the file of the setup."""
+"""What stands for a large config, which is in the file of the setup."""
 
 
 def _are_phases(value: dict[str, Any]) -> bool:
@@ -29,7 +29,7 @@ def _is_config(value: Any) -> bool:
 
 PhaseSeconds: TypeAlias = Annotated[dict[str, Any], _are_phases]
 Span: TypeAlias = Annotated[tuple[Step, Step], _is_span]
-"""The step that a start began from, and the newest that it finished."""
+"""The step at which a start began, and the newest that it finished."""
 BatchEntries: TypeAlias = dict[str, tuple[str, str, str]]
 """Step → hashes of the layout and content of the next batch, of the config, and of the
 definition."""
@@ -72,7 +72,7 @@ class StateChange(TypedDict):
 
 
 class Start(TypedDict):
-    """A start of a run; a start that cannot be read has only `prefix`, `number` and `problem`."""
+    """A start of a run. One that cannot be read has only `prefix`, `number` and `problem`."""
 
     version: int
     prefix: str
@@ -98,12 +98,12 @@ class Start(TypedDict):
     parameters: Step | None
     step: Span | None
     seconds: PhaseSeconds
-    # The one in which it was when this was written, if that had lasted for a while.
+    # The phase when this was written, if it had lasted for a while.
     phase: str | None
     examples: Step | None
     values: dict[str, float]  # the latest scalar metrics of the run; a start inherits them
     values_left_out: Step | None  # the number of further scalar metrics
-    best: dict[str, tuple[float, Step, Path]]  # those of the run
+    best: dict[str, tuple[float, Step, Path]]  # of the run, not only of this start
     kept: dict[str, KeepBestRecord]  # by the names of `best`
     peak_bytes: Step | None  # of a device
     host_bytes: Step | None  # the current resident memory of process 0
@@ -113,7 +113,7 @@ class Start(TypedDict):
     # Step, seconds of stepping, examples, learning rate.
     saved: list[tuple[Step, Seconds, Step | None, float | None]]
     stalls: list[Stall]
-    batches: BatchEntries  # those after its latest checkpoints
+    batches: BatchEntries  # the next batches after its latest checkpoints
     state_changes: list[StateChange]
     # Whether the first batch of the start was compared; None in older records.
     compared_batch: bool | None
@@ -135,7 +135,7 @@ class ProcessRecord(TypedDict):
     step: Span | None
     seconds: PhaseSeconds
     batches: BatchEntries
-    signal: tuple[str, Seconds] | None  # the one that this process received, and when
+    signal: tuple[str, Seconds] | None  # the signal that this process received, and when
 
 
 class SetupProgram(TypedDict):
@@ -147,7 +147,7 @@ class SetupProgram(TypedDict):
 
 
 class Setup(TypedDict):
-    """What a start was given, and what it compiled."""
+    """The setup of a start: its environment, its arguments, and the programs that it compiled."""
 
     step: Step | None
     versions: dict[str, Any]
@@ -162,7 +162,7 @@ class Setup(TypedDict):
 
 
 class SetupFile(TypedDict):
-    """The setup of a start, with its config if that is large."""
+    """The file of a setup, which also has the config if that is large."""
 
     version: int
     card: Setup

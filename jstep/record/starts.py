@@ -1,8 +1,8 @@
 """The record of runs: each start is a file, `starts/PREFIX.NNNNNN.json`, below the run's directory.
 
-It contains a `schema.Start`, and changes all the time. Beside it, `PREFIX.NNNNNN.card.json`
-contains its setup, a `schema.SetupFile`, and `PREFIX.NNNNNN.programs` the printed programs,
-compressed.
+It contains a `schema.Start`, and is replaced again and again while the start lives. Beside it,
+`PREFIX.NNNNNN.card.json` contains the setup, a `schema.SetupFile`, and `PREFIX.NNNNNN.programs` the
+printed programs, compressed.
 """
 
 import concurrent.futures
@@ -37,20 +37,20 @@ from jstep.stores.urls import is_url, join_path, split_path
 
 FOLDER = "starts"
 VERSION = 2
-"""The number of the format of a start. Those of version 1 are older than the first release."""
+"""The number of the format of a start. Version 1 is older than the first release."""
 SETUP_VERSION = 1
 KILLED = "killed"
 FINISHED = "finished"
 FAILED = "failed"
 MAX_STARTS = 1000
-"""The number of the newest starts that are read."""
+"""The maximum number of starts that are read, the newest ones."""
 NOT_WRITTEN = "could not be written, as on a full disk"
 _MAX_CONFIG = 2**12
-"""The bytes of a config as JSON, above which it is written into the file of the setup."""
+"""The bytes of JSON above which a config is written into the file of the setup."""
 _MAX_START = 15_000
 """The maximum bytes of a start."""
 _ROOM = 2**12
-"""The blanks after a start in its file, in place of which its end fits on a full disk."""
+"""The blanks after a start in its file: on a full disk, its end is written over them."""
 _PROGRAM_BYTES = 2**16
 """The maximum size of the file of printed programs."""
 _PROGRAM_CHARACTERS = 2**20
@@ -103,16 +103,17 @@ class StartFile:
     """The file of a start.
 
     Its process replaces it as a whole; a later start may add its end. It is thread-safe. A write
-    that fails is logged once, and tried again at the next one; it never ends the run.
+    that fails is logged once, and never ends the run; the next write tries again.
 
     Args:
-        fields: What the file holds from its beginning, besides its name.
+        fields: The first fields of the file, besides its name.
 
     Attributes:
         earlier: The starts of the run before it.
         period: The seconds between two writes while the start lives.
         due: Set if it should be written sooner.
-        fields: What the next write writes. Replaced as a whole, so that any thread may read them.
+        fields: The fields for the next write. They are replaced as a whole, so that any thread may
+            read them.
     """
 
     def __init__(
@@ -129,8 +130,8 @@ class StartFile:
         self._writing = threading.Lock()
         self._is_failing = False
         self._is_closed = False
-        # Both are None until the file exists: its directory, or the stamp of its object. We replace
-        # only a file that we have made: another process may take the same number at the same time.
+        # Both are None until the file exists: its directory, or the stamp of its object. Only the
+        # file made here is replaced: another process may take the same number at the same time.
         self._directory: OpenDirectory | None = None
         self._stamp: bytes | None = None
         self._unwritten_setup: dict[str, Any] | None = None
@@ -138,8 +139,8 @@ class StartFile:
         self._config = fields["config"]
         config = self._config
         if len(encoded(config)) > _MAX_CONFIG:
-            # Not in this file, which is written each second, but in that of the setup, which is
-            # made at once.
+            # It is written into the file of the setup, once and immediately. This file is written
+            # each second.
             config = LARGE_CONFIG
             self._unwritten_setup = {}
         number = earlier[-1]["number"] + 1 if earlier else 1
@@ -157,7 +158,7 @@ class StartFile:
         return path_of(self.where, self.prefix, self.fields["number"])
 
     def update(self, fields: Mapping[str, Any]) -> None:
-        """Change what the next write writes."""
+        """Change fields for the next write."""
         with self._updating:
             self.fields = {**self.fields, **fields}
 
@@ -180,11 +181,14 @@ class StartFile:
                 self._try(lambda: self._replace_beside(path, compressed(self._printed_programs)))
 
     def end_earlier(self, number: int, end: Sequence[str]) -> None:
-        """Write how an earlier start ended, which was killed before it could."""
+        """Write the end of an earlier start, which was killed before it could."""
         path = path_of(self.where, self.prefix, number)
-        self._try(
-            lambda: replace_file(path, encoded({**_load(path), "end": list(end)}), flush=False)
-        )
+
+        def write() -> None:
+            fields = {**_load(path), "end": list(end)}
+            replace_file(path, encoded(fields), flush=False)
+
+        self._try(write)
 
     def close(self, fields: Mapping[str, Any] | None = None) -> None:
         self.update(fields or {})
@@ -256,8 +260,7 @@ class StartFile:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if not is_full or len(data) > size:
                 raise
-            # In place, in the room that the writes before have kept for it: that needs no space on
-            # the disk.
+            # In place, over the blanks of the write before: that needs no space on the disk.
             with open(self._path, "r+b") as file:
                 file.write(data.ljust(size))
 
@@ -275,10 +278,11 @@ class StartFile:
 
 
 def _as_bytes(fields: Mapping[str, Any]) -> bytes:
-    """Return the valid ones of some fields as JSON, without the oldest of too many stalls."""
+    """Return the valid fields as JSON, without the oldest of too many stalls."""
     start = valid_fields(fields, Start)
-    for name in ("setup", "problem"):  # of what is read
-        start.pop(name, None)
+    # Readers set these two.
+    start.pop("setup", None)
+    start.pop("problem", None)
     while len(data := encoded(start)) > _MAX_START and start.get("stalls"):
         start["stalls"] = start["stalls"][len(start["stalls"]) // 2 + 1 :]
     return data
@@ -299,9 +303,8 @@ def compressed(programs: Mapping[str, str]) -> bytes:
 def read_starts(where: str, prefix: str | None = None) -> dict[str, list[Start]]:
     """Return the starts of each run of a directory or bucket by its prefix, oldest first.
 
-    Of many, these are the newest 1,000. With a prefix, only those of that run are read.
-
-    In a copy of another run's directory, they begin with the first start in the copy.
+    Only the newest 1,000 starts of a run are read. In a copy of another run's directory, they begin
+    with the first start in the copy. With a prefix, only the starts of that run are read.
     """
     folder = join_path(where, FOLDER)
     names: Sequence[str] = ()
@@ -319,7 +322,7 @@ def read_starts(where: str, prefix: str | None = None) -> dict[str, list[Start]]
         if prefix not in (None, named):
             continue
         number = int(match["number"])
-        # Not with more zeros than we write, which would be another file of the same number.
+        # With more leading zeros, it would be another file of the same number.
         if name == split_path(path_of("", named, number))[1]:
             numbers.setdefault(named, []).append(number)
     found: dict[str, list[Start]] = {}
@@ -356,7 +359,7 @@ def _read_newest(where: str, prefix: str, numbers: Sequence[int]) -> list[Start]
 
 
 def _read_start(where: str, prefix: str, number: int) -> Start | None:
-    """Return a start; one that cannot be read has only a `problem`. None if its file has gone."""
+    """Return a start; one that cannot be read has only a `problem`. None if its file is gone."""
     try:
         value = _load(path_of(where, prefix, number))
         problem = _problem(value, prefix, number)
@@ -429,7 +432,7 @@ def _read_setup(where: str, start: Start) -> dict[str, Any]:
 
 
 def read_programs(path: str) -> dict[str, str]:
-    """Return printed programs by stage; those that are in the file, which is not trusted."""
+    """Return printed programs by stage, as far as the file has them; it is not trusted."""
     with contextlib.suppress(OSError, ValueError, zlib.error):
         data = read_small(path, _PROGRAM_BYTES, follow_link=False)
         decompressed = zlib.decompressobj().decompress(data, 4 * _PROGRAM_CHARACTERS)
@@ -459,7 +462,7 @@ def last_trained(starts: Sequence[Start]) -> Start | None:
 
 
 def original_of(where: str, starts: Sequence[Start]) -> str | None:
-    """Return the directory that a run was copied from; None if it was not, or was moved.
+    """Return the directory that a run was copied from; None if it was moved, or neither.
 
     The original has the same start, which names the original's directory and its run.
     """
@@ -469,28 +472,27 @@ def original_of(where: str, starts: Sequence[Start]) -> str | None:
     source = start["directory"]
     if source is None or source == where or is_url(source):
         return None
-    # Somebody else's record may name any directory, and looking at some mounts a file system.
+    # Somebody else's record may name any directory, and accessing some mounts a file system.
     host = start["process"].get("host")
     if host != socket.gethostname() and not is_below_or_beside(source, where):
         return None
     with contextlib.suppress(OSError, ValueError):
         if os.path.samefile(source, where) or os.path.islink(join_path(source, FOLDER)):
             return None
-        # Only this file is opened there, and nothing is listed: the record may be forged.
+        # Only this file is opened there, and nothing is listed: the record may be malicious.
         other = _read_start(source, start["prefix"], start["number"])
         if other is None or other["problem"]:
             return None
         found = other["run"], other["directory"], other["process"].get("host")
-        return source if found == (start["run"], source, host) else None
+        if found == (start["run"], source, host):
+            return source
     return None
 
 
 def recorded_run(
     where: str, start: Start, starts: Sequence[Start], original: str | None = None
 ) -> RecordedRun:
-    """Return what a start says about where it was made.
-
-    It decides what may be opened of the paths in the start.
+    """Return where a run was recorded, which decides which paths in the start may be opened.
 
     Args:
         starts: All starts of its run.
