@@ -83,7 +83,11 @@ def decode(codes: Array, scales: Array, flat: bool = False) -> Array:
     viewed = codes if flat else split_blocks(codes, blocks)
     unit = np.float32(1 / int(np.iinfo(codes.dtype).max))
     c = viewed.astype(jnp.int32).astype(jnp.float32) * unit
-    unscaled = jnp.square(jnp.square(c)) if codes.dtype == jnp.uint8 else c * jnp.abs(c)
+    # Only codes of squares are unsigned.
+    if codes.dtype == jnp.uint8:
+        unscaled = jnp.square(jnp.square(c))
+    else:
+        unscaled = c * jnp.abs(c)
     if flat:
         factors = _expand_over_elements(scales, blocks, codes.shape)
     else:
@@ -121,7 +125,7 @@ def quantize(
         share = split_blocks(x, blocks) * jnp.expand_dims(1 / scales, blocks.axis + 1)
         if isinstance(fractions, jax.Array):
             fractions = split_blocks(fractions, blocks)
-    # Another kernel may have computed the scales: the largest value must not fall short of them.
+    # Another kernel may have computed the scales, but the share of the largest value must be 1.
     share = jnp.where(jnp.abs(share) > _ALMOST, jnp.sign(share), share)
     # Only codes of squares are unsigned.
     code = _square_codes if dtype == jnp.uint8 else _signed_codes
@@ -129,9 +133,8 @@ def quantize(
     return codes.astype(jnp.int32).astype(dtype).reshape(x.shape)
 
 
-# A value lies between those of two codes, n and n + 1. Its share of the way to the next one decides
-# how it is rounded, so that the mean of the decoded values is exact: not its share of the way
-# between the roots.
+# A value is between the decoded values of two codes, n and n + 1. Its share of this distance, and
+# not that of its root, decides how it is rounded, so that the mean of the decoded values is exact.
 
 
 def _signed_codes(share: Array, fractions: Any, largest: int) -> Array:
@@ -170,7 +173,7 @@ def fractions_at(shape: tuple[int, ...], turn: Turn, first: tuple[Any, ...] | No
 
 
 def split_halves(x: Array, fractions: Any = 0.5) -> tuple[Array, Array]:
-    """A float32 as a bfloat16 and the next 8 bits of its last place, rounded half up."""
+    """Split a float32 into a bfloat16 and its next 8 bits, rounded half up."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     finite = jnp.isfinite(x)
     dropped = jnp.asarray(fractions * np.float32(256)).astype(jnp.int32)
@@ -182,7 +185,10 @@ def split_halves(x: Array, fractions: Any = 0.5) -> tuple[Array, Array]:
 
 
 def join_halves(top: Array, low: Array) -> Array:
-    """The float32 of a bfloat16 and its remainder; of a changed one, within half its last place."""
+    """The float32 of a bfloat16 and its remainder.
+
+    If the bfloat16 was changed, the result is within half its last place.
+    """
     whole = top.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(whole, jnp.int32)
     # A parameter that the user set to 0 keeps its sign: the old remainder may be negative.
@@ -192,7 +198,9 @@ def join_halves(top: Array, low: Array) -> Array:
 
 
 def decode_leaf(stored: Any, half: Any, flat: bool = False) -> Any:
-    """The values of a leaf; half=None if it is stored as it is."""
+    """The values of a leaf; half=None if it is stored in one array."""
     if half is None:
         return stored
-    return join_halves(stored, half) if stored.dtype == jnp.bfloat16 else decode(stored, half, flat)
+    if stored.dtype == jnp.bfloat16:
+        return join_halves(stored, half)
+    return decode(stored, half, flat)

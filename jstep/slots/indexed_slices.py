@@ -40,7 +40,8 @@ class IndexedSlices:
     dense_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     def __post_init__(self) -> None:
-        # Unflattening passes leaves of any type: convert only what users type, and validate later.
+        # Unflattening passes leaves of any type: convert only lists and NumPy arrays of users, and
+        # validate later.
         for name in ("values", "indices"):
             value = getattr(self, name)
             if isinstance(value, list | tuple):
@@ -89,8 +90,8 @@ def map_table(function: Callable[[Array], Array], gradient: Tree) -> Any:
     """Apply a dense function that maps zero rows to zero rows; slices keep their named rows."""
     if not isinstance(gradient, IndexedSlices):
         return function(jnp.asarray(gradient))
-    none = jnp.zeros(gradient.dense_shape[:1], bool)
-    named = none.at[combine_rows(gradient).indices].set(True, mode="drop")
+    no_rows = jnp.zeros(gradient.dense_shape[:1], bool)
+    named = no_rows.at[combine_rows(gradient).indices].set(True, mode="drop")
     return rows_in_order(function(gradient.to_dense()), named)
 
 
@@ -136,7 +137,7 @@ def check(slices: IndexedSlices, path: str = "", shape: tuple[int, ...] | None =
 
 @exempts_transfers
 def trim_slices(rows: IndexedSlices) -> IndexedSlices:
-    """Convert a result of `combine_rows` to valid slices, with zero rows for unused entries."""
+    """Convert a result of `combine_rows` to valid slices, whose unused entries are zero rows."""
     if not rows.indices.shape[0]:
         return rows
     if isinstance(rows, RowsInOrder):

@@ -34,9 +34,10 @@ def match_gradients(updates: Updates, params: Params) -> list[Any]:
     matched = trees.flatten_like(params, updates, "gradients", is_leaf=indexed_slices.is_slices)
     gradients: list[Any] = []
     for (path, leaf), gradient in zip(trees.leaves_with_paths(params), matched, strict=True):
-        gradients.append(
-            None if trees.is_none(gradient) else _checked_gradient(gradient, leaf, path)
-        )
+        if trees.is_none(gradient):
+            gradients.append(None)
+        else:
+            gradients.append(_check_gradient(gradient, leaf, path))
     if all(gradient is None for gradient in gradients) and not IS_IDLE.get():
         raise NoGradientsError(
             params,
@@ -45,7 +46,8 @@ def match_gradients(updates: Updates, params: Params) -> list[Any]:
     return gradients
 
 
-def _checked_gradient(gradient: Tree, leaf: Any, path: str) -> Any:
+def _check_gradient(gradient: Tree, leaf: Any, path: str) -> Any:
+    """Return the gradient of one parameter as an array or valid `IndexedSlices`."""
     if not trees.is_trainable(leaf):
         raise TypeError(
             f"gradients: got a gradient for {trees.quote_path(path)}, "
@@ -99,14 +101,13 @@ def describe_difference(new: object, old: object) -> str:
         return "; ".join(texts)
     differing = []
     for (path, leaf), old_leaf in zip(new_leaves.items(), matched.found, strict=True):
-        kind = _kind(leaf)
-        old_kind = _kind(old_leaf)
+        kind = _shape_and_dtype(leaf)
+        old_kind = _shape_and_dtype(old_leaf)
         if kind != old_kind:
-            differing.append(
-                f"{f'whose {path!r} is' if path else 'that is'} {kind} instead of {old_kind}"
-            )
+            subject = f"whose {path!r} is" if path else "that is"
+            differing.append(f"{subject} {kind} instead of {old_kind}")
     return format_list(differing, 3)
 
 
-def _kind(leaf: Any) -> str:
+def _shape_and_dtype(leaf: Any) -> str:
     return array_type(np.shape(leaf), getattr(leaf, "dtype", type(leaf).__name__))

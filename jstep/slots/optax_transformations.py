@@ -65,11 +65,13 @@ def _is_optimizer(value: object) -> bool:
 
 def is_transformation(value: object) -> bool:
     """Whether a value counts as an Optax transformation: it has `init` and `update`, no more."""
-    # A class is not one, but its instance may be. Objects with hyperparameters are an `Optimizer`
-    # or another library's.
-    return has_init_and_update(value) and not (
-        isinstance(value, type) or hasattr(value, "hyperparameters")
-    )
+    if not has_init_and_update(value):
+        return False
+    # A class is not one, but its instance may be.
+    if isinstance(value, type):
+        return False
+    # Objects with hyperparameters are an `Optimizer` or another library's.
+    return not hasattr(value, "hyperparameters")
 
 
 @makes_optimizer(1)
@@ -77,11 +79,15 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
     """A transformation's optimizer, without hyperparameters; `jstep.from_optax` can report some."""
     takes = takes_extra(transformation.update)
 
+    def widen_without_program(leaf: Any) -> Any:
+        # As `trees.widen`, which would compile a program for each shape.
+        dtype = trees.compute_dtype(leaf.dtype)
+        return leaf if leaf.dtype == dtype else copy_as(leaf, dtype)
+
     def init(params: Params, global_step: Step = 0) -> Slots:
         with standard_promotion():
-            state = _initial_state(
-                transformation.init, jax.tree.map(_wide_copy, _trained_only(params))
-            )
+            wide = jax.tree.map(widen_without_program, _trained_only(params))
+            state = _initial_state(transformation.init, wide)
         return _StateSlots(name, state, params).slots
 
     def skeleton(params: Params) -> _StateSlots:
@@ -95,10 +101,12 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         except Exception:
             # L-BFGS has no state for the empty tree with which wrappers compare names.
             return Roles(complete=False)
+
+        def make(tree: Params) -> Slots:
+            return _StateSlots(name, transformation.init(seen(tree)), tree).slots
+
         with standard_promotion():
-            copies = copies_in(
-                lambda tree: _StateSlots(name, transformation.init(seen(tree)), tree).slots, params
-            )
+            copies = copies_in(make, params)
         computing = {slot for slot in copies if slot.rpartition("/")[2] in _ORIGINS}
         inferred = infer_roles(shapes.slots, params, copies, lambda both: skeleton(both).slots)
         declared = Roles(computing=computing, counted=shapes.counted(), injected=shapes.injected())
@@ -109,10 +117,13 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
     ) -> tuple[Updates, Slots]:
         """Update all leaves of `params`; `make_extra(grads)` uses the step's whole loss."""
         leaves, treedef = trees.flatten(params)
-        pairs = zip(gradients, leaves, strict=True)
-        grads = treedef.unflatten(
-            [dense(g, p) if trees.is_trainable(p) else None for g, p in pairs]
-        )
+        dense_gradients: list[Any] = []
+        for gradient, leaf in zip(gradients, leaves, strict=True):
+            if trees.is_trainable(leaf):
+                dense_gradients.append(dense(gradient, leaf))
+            else:
+                dense_gradients.append(None)
+        grads = treedef.unflatten(dense_gradients)
         with standard_promotion():
             extra = {key: value for key, value in make_extra(grads).items() if takes(key)}
             try:
@@ -120,9 +131,8 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
                     grads, shapes.state_from(slots), seen(params), **extra
                 )
             except TypeError as error:
-                if any(
-                    takes(key) and key not in extra and f"'{key}'" in str(error) for key in EXTRA
-                ):
+                missing = [key for key in EXTRA if takes(key) and key not in extra]
+                if any(f"'{key}'" in str(error) for key in missing):
                     note(
                         error,
                         "jstep: pass context=jstep.Context(loss, value_and_grad), "
@@ -153,16 +163,18 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         absent = [g is None for g in gradients]
         make_extra = functools.partial(_extra_arguments, context, params)
         results = None
-        if any(
-            is_absent and trees.is_trainable(p) for is_absent, p in zip(absent, leaves, strict=True)
-        ):
+        trainable = map(trees.is_trainable, leaves)
+        if any(g is None and can_train for g, can_train in zip(gradients, trainable, strict=True)):
             # Optax must not see a leaf without a gradient: L-BFGS compares parameters with the
             # previous ones, which are kept. But a mask that is a tree needs all leaves.
             with contextlib.suppress(Exception):
                 drop = functools.partial(_drop_absent, treedef, absent)
                 present_slots: Slots = {}
                 for slot, parts in shapes.parts_of.items():
-                    present_slots[slot] = slots[slot] if parts is None else drop(slots[slot])
+                    if parts is None:
+                        present_slots[slot] = slots[slot]
+                    else:
+                        present_slots[slot] = drop(slots[slot])
                 present_gradients = [g for g in gradients if g is not None]
                 present = drop(params)
                 results = update_leaves(
@@ -171,9 +183,9 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         if results is None:
             results = update_leaves(gradients, slots, params, shapes, make_extra)
         new_updates, new = results
-        kept = {slot: _keep_absent(slots[slot], new[slot], treedef, absent) for slot in new}
+        new_slots = {slot: _keep_absent(slots[slot], new[slot], treedef, absent) for slot in new}
         added = trees.flatten_like(params, new_updates, "updates")
-        return _drop_absent(treedef, absent, treedef.unflatten(added)), kept
+        return _drop_absent(treedef, absent, treedef.unflatten(added)), new_slots
 
     return Optimizer(
         Init(init, roles, needs_all=True), update, lambda step: {}, any(map(takes, EXTRA))
@@ -216,7 +228,7 @@ class _StateSlots:
     Attributes:
         parts_of: Slot → its values at the trained leaves, or None for one that is not like the
             parameters.
-        slots: The slots in the structure of all parameters, with None where a value is no array.
+        slots: The slots in the structure of all parameters, with None for anything but arrays.
     """
 
     def __init__(self, prefix: str, state: Tree, params: Params) -> None:
@@ -247,27 +259,30 @@ class _StateSlots:
             return None
         if not any(map(_is_array, parts)):
             return None
-        return (
-            parts if all(_is_array(part) or not jax.tree.leaves(part) for part in parts) else None
-        )
+        if not all(_is_array(part) or not jax.tree.leaves(part) for part in parts):
+            return None
+        return parts
 
     def _slot(self, node: object, parts: list[Any] | None) -> Any:
         if parts is None:
             return node
-        arrays = iter([part if _is_array(part) else None for part in parts])
-        return self._params_treedef.unflatten(
-            [next(arrays) if is_trained else None for is_trained in self._trained]
-        )
+        leaves: list[Any] = [None] * len(self._trained)
+        trained_indices = [i for i, is_trained in enumerate(self._trained) if is_trained]
+        for i, part in zip(trained_indices, parts, strict=True):
+            if _is_array(part):
+                leaves[i] = part
+        return self._params_treedef.unflatten(leaves)
 
     def counted(self) -> set[CountedSlot]:
-        """Return which slots the counts of updates are of.
+        """Return the slots whose updates each count counts.
 
-        These are the slots beside them in a node, as in Optax's own states.
+        These are the slots beside the count in a node, as in Optax's own states.
         """
         counted = set[CountedSlot]()
         for count, node in self.slots.items():
-            is_scalar = self.parts_of[count] is None and np.shape(node) == ()
-            if not is_scalar or not jnp.issubdtype(getattr(node, "dtype", np.float32), jnp.integer):
+            if self.parts_of[count] is not None or np.shape(node) != ():
+                continue
+            if not jnp.issubdtype(getattr(node, "dtype", np.float32), jnp.integer):
                 continue
             for slot, parts in self.parts_of.items():
                 if parts is not None and self._keys[slot][:-1] == self._keys[count][:-1]:
@@ -275,9 +290,9 @@ class _StateSlots:
         return counted
 
     def injected(self) -> set[str]:
-        """Return the slots of the numbers of `optax.inject_hyperparams`.
+        """Return the slots of the numbers that `optax.inject_hyperparams` was given.
 
-        It has a state for each schedule.
+        Schedules are not among them: each has a state.
         """
         injected = set[str]()
         for slot, keys in self._keys.items():
@@ -302,7 +317,7 @@ class _StateSlots:
             trained = [
                 leaf for leaf, is_trained in zip(leaves, self._trained, strict=True) if is_trained
             ]
-            # A part that is no array, such as an empty node of Optax's, is in no slot.
+            # A part that is not an array, such as an empty node of Optax's, is not in a slot.
             values = [
                 part if leaf is None else leaf for leaf, part in zip(trained, parts, strict=True)
             ]
@@ -323,14 +338,8 @@ def seen(params: Params) -> Params:
     return jax.tree.map(trees.widen, _trained_only(params))
 
 
-def _wide_copy(leaf: Any) -> Any:
-    """The leaf as Optax sees it: as `trees.widen`, without a program for each shape."""
-    dtype = trees.compute_dtype(leaf.dtype)
-    return leaf if leaf.dtype == dtype else copy_as(leaf, dtype)
-
-
 def _initial_state(init: Callable[[Params], Tree], params: Params) -> Tree:
-    """`init(params)`, in memory of its own, and without compiling a program for each shape.
+    """`init(params)` in new arrays, without compiling a program for each shape.
 
     The operations of `init` are executed one by one, as JAX executes them outside of a trace,
     except that arrays of one number, such as the zeros of moments, are made on the host.
@@ -338,7 +347,8 @@ def _initial_state(init: Callable[[Params], Tree], params: Params) -> Tree:
     leaves = jax.tree.leaves(params)
     traced = None
     if are_on_one_device(leaves):
-        # An init that needs the values of the parameters raises here, or below for another reason.
+        # An init that needs the values of the parameters raises here. Any other error is raised
+        # again below.
         with contextlib.suppress(Exception):
             traced, shapes = jax.make_jaxpr(init, return_shape=True)(params)
     if traced is None:
@@ -349,7 +359,9 @@ def _initial_state(init: Callable[[Params], Tree], params: Params) -> Tree:
 
     def execute(operation: Operation, operands: list[Any]) -> Sequence[Any]:
         array = repeated_number(operation, operands, MAX_HOST_BYTES)
-        return apply(operation, operands) if array is None else [array]
+        if array is None:
+            return apply(operation, operands)
+        return [array]
 
     results = evaluate(body_of(traced), leaves, execute)
     params_by_shape = {leaf.shape: leaf for leaf in leaves}
@@ -387,12 +399,14 @@ def _keep_absent(old: Any, new: Any, treedef: Any, absent: list[bool]) -> Any:
         return jax.tree.map(convert, old, new)
     leaves: list[Any] = []
     for (old_leaf, new_leaf), is_absent in zip(pairs, absent, strict=True):
-        is_kept = is_absent or old_leaf is None
-        leaves.append(old_leaf if is_kept else jax.tree.map(convert, old_leaf, new_leaf))
+        if is_absent or old_leaf is None:
+            leaves.append(old_leaf)
+        else:
+            leaves.append(jax.tree.map(convert, old_leaf, new_leaf))
     return treedef.unflatten(leaves)
 
 
-# Arguments of a transformation besides the gradients.
+# Arguments of a transformation in addition to the gradients.
 
 EXTRA = ("value", "grad", "value_fn")
 """The extra arguments that Optax's own transformations accept."""
@@ -427,14 +441,13 @@ def _value_fn(
 
     def evaluated(seen: Params) -> tuple[Array, Params]:
         seen_leaves = treedef.flatten_up_to(seen)
-        values = [
-            p if s is None else s.astype(p.dtype) for s, p in zip(seen_leaves, leaves, strict=True)
-        ]
+        values: list[Any] = []
+        for seen_leaf, leaf in zip(seen_leaves, leaves, strict=True):
+            values.append(leaf if seen_leaf is None else seen_leaf.astype(leaf.dtype))
         loss, gradients = value_and_grad(treedef.unflatten(values))
+        gradient_leaves = treedef.flatten_up_to(gradients)
         grads: list[Any] = []
-        for gradient, leaf, seen_leaf in zip(
-            treedef.flatten_up_to(gradients), leaves, seen_leaves, strict=True
-        ):
+        for gradient, leaf, seen_leaf in zip(gradient_leaves, leaves, seen_leaves, strict=True):
             grads.append(None if seen_leaf is None else dense(gradient, leaf))
         return trees.widen(jnp.asarray(loss)), treedef.unflatten(grads)
 

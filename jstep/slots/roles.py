@@ -105,8 +105,8 @@ class Roles(Mapping[str, Role | None]):
         computing, in_order: As in `Slot(computes_params=True, in_order=True)`.
         per_step: Slots that change once a step.
         by_step: The wrappers that act at some global steps only.
-        counted: What each age counts the updates of.
-        injected: Slots with the numbers that `optax.inject_hyperparams` was given; not those of its
+        counted: The slots whose updates each age counts.
+        injected: Slots with the numbers that `optax.inject_hyperparams` was given, without its
             schedules.
         frozen: In a state, the indices of the parameters that the optimizer trains under no label.
     """
@@ -144,7 +144,7 @@ class Roles(Mapping[str, Role | None]):
         return f"Roles({', '.join(self.roles) or _NO_NAMES})"
 
     def prefixed(self, prefix: str) -> "Roles":
-        """Return the roles of the same slots with a prefix; what does not name slots stays."""
+        """Return the roles of the same slots, with a prefix in all names of slots."""
 
         def prefix_all(names: Iterable[str]) -> set[str]:
             return {f"{prefix}/{name}" for name in names}
@@ -171,7 +171,7 @@ class Roles(Mapping[str, Role | None]):
         )
 
     def merge(self, other: "Roles") -> "Roles":
-        """Return the roles of the slots of both; of a slot that both have, that of `other`."""
+        """Return the roles of the slots of both; if both have a slot, the role in `other`."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "complete"]
         unions: dict[str, Any] = {
             name: getattr(self, name) | getattr(other, name) for name in names
@@ -186,11 +186,11 @@ class Roles(Mapping[str, Role | None]):
         return self.merge(Roles(misplaced=set(self.names_with(*(roles or OUTERMOST)))))
 
     def with_order(self) -> "Roles":
-        """Note that something is computed from the old value of each slot besides its new one."""
+        """Note that something other than its new value is computed from each slot's old value."""
         return dataclasses.replace(self, in_order=set(self))
 
     def with_private_age(self) -> "Roles":
-        """Keep wrappers from using the age of an optimizer that skips some steps itself."""
+        """Hide the age from wrappers, because the optimizer skips some steps itself."""
         return self.replace_roles({Role.AGE: Role.PRIVATE_AGE})
 
     def static_part(self) -> "Roles":
@@ -214,7 +214,7 @@ class Roles(Mapping[str, Role | None]):
         return self[name] not in _PARAMETER_ROLES
 
     def replace_roles(self, changes: Mapping[Role | None, Role]) -> "Roles":
-        """Return these roles with another role in the place of each that `changes` maps."""
+        """Return these roles, each that is a key of `changes` replaced by its value."""
         return self.merge(Roles({name: changes.get(role, role) for name, role in self.items()}))
 
 
@@ -277,9 +277,8 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
         return init.roles(params)
     # A custom `init`.
     averages = frozenset(getattr(optimizer.init, "averages", ()))
-    declared: dict[str, Role | None] = dict.fromkeys(
-        getattr(optimizer.init, "copies", ()), Role.COPY
-    )
+    copies = getattr(optimizer.init, "copies", ())
+    declared: dict[str, Role | None] = dict.fromkeys(copies, Role.COPY)
     declared |= dict.fromkeys(getattr(optimizer.init, "ages", ()), Role.AGE)
     try:
         slots, inherited = _traced(init, params)
@@ -290,7 +289,7 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
     known: dict[str, Role | None] = dict.fromkeys(averages, Role.AVERAGE)
     known |= copies_in(lambda tree: init(tree, 0), params) | declared | dict(inherited.roles)
     inferred = infer_roles(slots, params, known, lambda both: _traced(init, both)[0])
-    # Which slots a declared age counts for is not declared: it counts for all.
+    # A custom `init` declares ages without their slots, so each counts the updates of all slots.
     ages = [name for name, role in declared.items() if role is Role.AGE]
     values = [name for name in slots if inferred[name] not in (*COUNTS, Role.HELD)]
     counted: set[CountedSlot] = set()
@@ -306,7 +305,7 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
 
 
 def _unwrapped(optimizer: Optimizer) -> Any:
-    """Return the `init` without a jit, which returns other objects than those made in it."""
+    """Return the `init` without its jit, which would return copies of the objects made in it."""
     return inspect.unwrap(optimizer.init, stop=lambda f: not isinstance(f, jax.stages.Wrapped))
 
 
@@ -323,7 +322,8 @@ def state_roles(optimizer: Optimizer, params: Params) -> Roles:
 
 def needs_all_params(optimizer: Optimizer) -> bool:
     init = _unwrapped(optimizer)
-    return init.needs_all if isinstance(init, Init) else True
+    # A custom `init` may need all of them.
+    return not isinstance(init, Init) or init.needs_all
 
 
 def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role]:
@@ -334,9 +334,9 @@ def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role
         return {}
     treedef = structure(params)
     indices = copied_inputs(body_of(traced))
-    numbers: Slots = jax.tree.unflatten(
-        jax.tree.structure(shapes), [-1 if i is None else i for i in indices]
-    )
+    # Index of the parameter that an array is a copy of; −1 for any other array.
+    sources = [-1 if i is None else i for i in indices]
+    numbers: Slots = jax.tree.unflatten(jax.tree.structure(shapes), sources)
 
     def is_copy(slot: object) -> bool:
         try:
@@ -365,11 +365,8 @@ def infer_roles(
             doubled = again([params, params])
             shared = {name for name in single if jax.tree_util.all_leaves([doubled[name]])}
         except Exception:  # it depends on the structure of params: only counts are shared then
-            shared = {
-                name
-                for name in single
-                if np.issubdtype(getattr(slots[name], "dtype", np.float32), np.integer)
-            }
+            dtypes = {name: getattr(slots[name], "dtype", np.float32) for name in single}
+            shared = {name for name in single if np.issubdtype(dtypes[name], np.integer)}
     roles: dict[str, Role | None] = {}
     for name in slots:
         if name in known:
@@ -380,7 +377,7 @@ def infer_roles(
 
 
 def _traced(init: Callable[..., Slots], params: Params) -> tuple[Slots, Roles]:
-    """Return the shapes of a custom `init`'s slots, and the roles of those by inner optimizers."""
+    """Return the shapes of a custom `init`'s slots, and the roles of slots of inner optimizers."""
     inherited = Roles()
     shapes: Slots = {}
 
@@ -392,9 +389,8 @@ def _traced(init: Callable[..., Slots], params: Params) -> tuple[Slots, Roles]:
         # A custom optimizer may rename the slots of inner ones: the same tree is the same slot.
         names = {id(tree): name for name, tree in slots.items()}
         for made, roles in collected:
-            inherited = inherited.merge(
-                _renamed(roles, {name: names.get(id(tree)) for name, tree in made.items()})
-            )
+            new_names = {name: names.get(id(tree)) for name, tree in made.items()}
+            inherited = inherited.merge(_rename(roles, new_names))
         # Only shapes are kept, so that no tracer leaves the trace.
         shapes.update({name: jax.tree.map(_shape, tree) for name, tree in slots.items()})
 
@@ -402,7 +398,7 @@ def _traced(init: Callable[..., Slots], params: Params) -> tuple[Slots, Roles]:
     return shapes, inherited
 
 
-def _renamed(roles: Roles, names: Mapping[str, str | None]) -> Roles:
+def _rename(roles: Roles, names: Mapping[str, str | None]) -> Roles:
     """Return the roles and ages of slots by new names, without slots whose name is None."""
     renamed: dict[str, Role | None] = {}
     for old, new in names.items():
