@@ -149,10 +149,15 @@ def clip_norms(
     norm_of: Callable[[Array, tuple[int, ...]], Array],
     norm: Any = None,
 ) -> Any:
-    """Scale arrays to a norm, `norm` or `norm_of(array, dense shape)`, that is not checked."""
+    """Scale arrays to a limit of `norm`, by default `norm_of(array, dense shape)`.
+
+    The limit is not checked.
+    """
 
     def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
-        return scale_to_norm(x, norm_of(x, shape) if norm is None else norm, limit)
+        if norm is None:
+            return scale_to_norm(x, norm_of(x, shape), limit)
+        return scale_to_norm(x, norm, limit)
 
     return map_arrays(clip, tree, name)
 
@@ -189,12 +194,13 @@ def _numbers(tree: Tree, name: str) -> Iterator[tuple[tuple[Any, ...], Array]]:
             continue
         path = trees.path_str(keys)
         _refuse_list(keys, x, name)
-        array = (
-            combine_rows(x, path).values if isinstance(x, IndexedSlices) else number(x, path, name)
-        )
+        if isinstance(x, IndexedSlices):
+            array = combine_rows(x, path).values
+        else:
+            array = number(x, path, name)
         if not jnp.issubdtype(array.dtype, jnp.inexact):
             array = array.astype(jnp.float32)
-        # Computed first: on a CPU, XLA would otherwise merge these squares with the optimizer's g²
+        # Without `compute_first`, XLA would merge these squares with the optimizer's g² on a CPU,
         # and keep the array.
         yield keys, *compute_first(array)
 
@@ -274,17 +280,22 @@ def clip_by_global_norm(
     """
     _check_norm(clip_norm)
     with internal_transfers():
-        norm = global_norm(tree) if use_norm is None else _known_norm(use_norm)
+        if use_norm is None:
+            norm = global_norm(tree)
+        else:
+            norm = _as_norm(use_norm)
     return clip_norms(tree, clip_norm, "clip_by_global_norm", average_norm, norm), norm
 
 
-def _known_norm(norm: Any) -> Array:
+def _as_norm(norm: Any) -> Array:
     array = number(norm, "", "use_norm")
     if array.ndim:
         raise ValueError(f"use_norm: must be a scalar, got shape {array.shape}")
     if not trees.is_traced(array) and array < 0:
         raise ValueError(f"use_norm={norm}: must be ≥ 0")
-    return array if trees.is_floating(array.dtype) else array.astype(jnp.float32)
+    if trees.is_floating(array.dtype):
+        return array
+    return array.astype(jnp.float32)
 
 
 def number(x: Any, path: str, name: str) -> Array:
@@ -298,8 +309,9 @@ def number(x: Any, path: str, name: str) -> Array:
 
 
 def floating(x: object, path: str, name: str) -> Array:
-    is_integer = isinstance(x, int) and not isinstance(x, bool)
-    array = number(float(x) if is_integer else x, path, name)  # type: ignore[arg-type]
+    if isinstance(x, int) and not isinstance(x, bool):
+        x = float(x)
+    array = number(x, path, name)
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         raise TypeError(
             f"{name}: {trees.leaf_at(path)} must be floating-point to be scaled, "
@@ -332,11 +344,8 @@ def map_arrays(
 
 
 def _refuse_list(keys: tuple[Any, ...], x: object, name: str) -> None:
-    if (
-        keys
-        and isinstance(keys[-1], jax.tree_util.SequenceKey)
-        and isinstance(x, int | float | np.generic)
-    ):
+    is_in_list = bool(keys) and isinstance(keys[-1], jax.tree_util.SequenceKey)
+    if is_in_list and isinstance(x, int | float | np.generic):
         place = trees.leaf_at(trees.path_str(keys))
         raise TypeError(f"{name}: {place} is a number in a list; give an array: jnp.array([...])")
 
@@ -345,13 +354,13 @@ def _refuse_list(keys: tuple[Any, ...], x: object, name: str) -> None:
 
 
 def compute_norm(arrays: Sequence[Array], axes: Any = None) -> Array:
-    """√(Σ |x|²) over arrays (over `axes` of a single one, kept); its derivative is zero at zero."""
+    """√(Σ |x|²) over arrays, or over `axes` of one array, which are kept.
+
+    Its derivative is zero at zero.
+    """
     parts = [_squares(x, axes) for x in arrays]
-    widest = max(
-        (part.dtype for part in parts),
-        key=lambda dtype: dtype.itemsize,
-        default=np.dtype(np.float32),
-    )
+    dtypes = [part.dtype for part in parts]
+    widest = max(dtypes, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
     squares = jnp.zeros((), widest)
     for part in parts:
         squares = squares + part.astype(widest)
@@ -378,9 +387,8 @@ def scale_to_norm(x: Array, norm: Array, clip_norm: object) -> Array:
     limit = jnp.asarray(clip_norm).astype(norm.dtype)
     is_clipped = norm > limit
     # The inner `where` keeps the division finite in its derivative, also for a norm of 0.
-    factor = jnp.where(
-        is_clipped, limit / jnp.where(is_clipped, norm, jnp.ones_like(norm)), jnp.ones_like(norm)
-    )
+    quotient = limit / jnp.where(is_clipped, norm, jnp.ones_like(norm))
+    factor = jnp.where(is_clipped, quotient, jnp.ones_like(norm))
     # Zero if finite, else NaN: a constant NaN would trigger `jax.debug_nans` without an error.
     factor = factor + jax.lax.stop_gradient(norm - norm)
     dtype = trees.compute_dtype(x.dtype)

@@ -99,9 +99,9 @@ def _cotangents(ys: object, grad_ys: Any) -> Any:
             )
         return jnp.asarray(weight).astype(y.dtype)
 
-    cotangents = [
-        cotangent(path, y, weight) for (path, y), weight in zip(named, weights, strict=True)
-    ]
+    cotangents: list[Any] = []
+    for (path, y), weight in zip(named, weights, strict=True):
+        cotangents.append(cotangent(path, y, weight))
     return trees.structure(ys).unflatten(cotangents)
 
 
@@ -141,12 +141,14 @@ def map_gradients(fn: Callable[..., Array], grads: T, *others: Updates) -> T:
     if not others:
 
         def map_leaf(g: Any) -> Any:
-            return dataclasses.replace(g, values=fn(g.values)) if is_slices(g) else fn(g)
+            if is_slices(g):
+                return dataclasses.replace(g, values=fn(g.values))
+            return fn(g)
 
         return jax.tree.map(map_leaf, grads, is_leaf=is_slices)
 
     def combine(keys: Any, *leaves: Any) -> Any:
-        return _combined(fn, leaves, trees.path_str(keys))
+        return _combine(fn, leaves, trees.path_str(keys))
 
     return jax.tree_util.tree_map_with_path(combine, grads, *others, is_leaf=_is_gradient)
 
@@ -155,7 +157,7 @@ def _is_gradient(node: object) -> bool:
     return node is None or is_slices(node)
 
 
-def _combined(fn: Callable[..., Array], leaves: Sequence[Any], path: str) -> Any:
+def _combine(fn: Callable[..., Array], leaves: Sequence[Any], path: str) -> Any:
     """Apply a function to the gradients of one leaf, some of which may be None."""
     present = [g for g in leaves if g is not None]
     if not present:
@@ -166,16 +168,15 @@ def _combined(fn: Callable[..., Array], leaves: Sequence[Any], path: str) -> Any
             f"grads: the gradients at {trees.quote_path(path)} "
             f"have different shapes: {sorted(shapes)}"
         )
-    first, *others = _alike(leaves, present)
+    first, *others = _in_one_form(leaves, present)
     if not is_slices(first):
         return fn(first, *others)
-    return trim_slices(
-        dataclasses.replace(first, values=fn(first.values, *(rows.values for rows in others)))
-    )
+    values = fn(first.values, *(rows.values for rows in others))
+    return trim_slices(dataclasses.replace(first, values=values))
 
 
 @meshes.exempts_transfers
-def _alike(leaves: Sequence[Any], present: Sequence[Any]) -> list[Any]:
+def _in_one_form(leaves: Sequence[Any], present: Sequence[Any]) -> list[Any]:
     """Return gradients in one form: slices with the same rows, or all dense; zeros for None."""
     if not all(map(is_slices, present)):
         whole = [g.to_dense() if is_slices(g) else g for g in leaves]
@@ -185,10 +186,12 @@ def _alike(leaves: Sequence[Any], present: Sequence[Any]) -> list[Any]:
     shape = present[0].dense_shape
     rows = []
     for g in leaves:
-        # Its own rows, and zeros for those of the others.
-        values = [
-            jnp.asarray(other.values) if other is g else jnp.zeros_like(other.values)
-            for other in present
-        ]
+        # The rows of this gradient, and zeros for the rows of the others.
+        values: list[Any] = []
+        for other in present:
+            if other is g:
+                values.append(jnp.asarray(other.values))
+            else:
+                values.append(jnp.zeros_like(other.values))
         rows.append(combine_rows(IndexedSlices(jnp.concatenate(values), indices, shape)))
     return rows

@@ -42,14 +42,14 @@ class Lanes(NamedTuple):
 
     Attributes:
         axes: The mesh axes of the rows of the batch.
-        others: The other mesh axes (tensor parallelism), which are left to XLA.
+        other_axes: The other mesh axes (tensor parallelism), which are left to XLA.
         specs: Shape → the finer spec of the parameters and slots of this shape.
     """
 
     number: int
     mesh: Any = None
     axes: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
+    other_axes: tuple[str, ...] = ()
     specs: Mapping[tuple[int, ...], PartitionSpec] | None = None
 
     @property
@@ -59,11 +59,13 @@ class Lanes(NamedTuple):
     @property
     def manual(self) -> frozenset[str]:
         """The mesh axes that a lane does not have."""
-        return frozenset(() if self.mesh is None else self.mesh.axis_names).difference(self.others)
+        if self.mesh is None:
+            return frozenset()
+        return frozenset(self.mesh.axis_names).difference(self.other_axes)
 
     def alone(self) -> AbstractMesh:
         """The mesh that a lane is traced on, without the rows' axes."""
-        if not self.others:
+        if not self.other_axes:
             return AbstractMesh((), ())
         return self.mesh.update_axis_types(dict.fromkeys(self.manual, AxisType.Manual))
 
@@ -92,11 +94,15 @@ class Lanes(NamedTuple):
             # XLA simplifies a program on one element as one on scalars, with other roundings.
             return self._constrained(x, PartitionSpec())
         spec = (self.specs or {}).get(x.shape)
-        return x if spec is None else self._constrained(x, spec)
+        if spec is None:
+            return x
+        return self._constrained(x, spec)
 
     def everywhere(self, x: Array) -> Array:
-        """Return an array that every device has whole, but for other axes than the rows'."""
-        return x if self.others else self._constrained(x, PartitionSpec())
+        """Return an array that is replicated over the axes of the rows."""
+        if self.other_axes:
+            return x
+        return self._constrained(x, PartitionSpec())
 
     def _constrained(self, x: Array, spec: PartitionSpec) -> Array:
         if self.mesh is None or not x.ndim or trees.is_key(x):
@@ -139,12 +145,11 @@ def call_on_lanes(
     """
     if number is None:
         return fn(None, whole, args)
-    batch_dims = [
-        dims_of(spec) for spec in microbatches.specs_of_rows(args, batch_specs) if spec is not None
-    ]
-    shardings = traced_shardings(whole) or list(
-        map(meshes.sharding_on_mesh, jax.tree.leaves(whole))
-    )
+    row_specs = microbatches.specs_of_rows(args, batch_specs)
+    batch_dims = [dims_of(spec) for spec in row_specs if spec is not None]
+    shardings = traced_shardings(whole)
+    if not shardings:
+        shardings = list(map(meshes.sharding_on_mesh, jax.tree.leaves(whole)))
 
     def call(whole: object, args: Any) -> Any:
         lanes = _lanes_on_mesh(number, batch_dims, shardings)
@@ -166,7 +171,7 @@ def _lanes_on_mesh(
 ) -> Lanes:
     """Return lanes on the current mesh.
 
-    `batch_dims` are the specs of the batch, `shardings` those of other arrays.
+    `batch_dims` are the specs of the batch, `shardings` are of the other arrays.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
@@ -218,10 +223,11 @@ def isolate(program: Any, args: Any, witness: Array) -> list[Array]:
     shapes = program.out_avals
 
     # Otherwise the fusion of a product and a sum, which rounds once instead of twice, could depend
-    # on the layout. XLA's CPU compiler drops optimization barriers before it fuses, so `fn` is the
-    # branch of a condition there: that the first element of the witness has at most 32 bits. It
-    # also makes one function of a small loop, in which sums have another order, unless the loop
-    # calls a library: the other branch does so, and never runs.
+    # on the layout. XLA's CPU compiler drops optimization barriers before it fuses. On CPUs, `fn`
+    # is therefore a branch of a condition that is always true, which XLA cannot see: the first
+    # element of the witness has at most 32 bits. The CPU compiler also makes one function of a
+    # small loop, in which sums have another order, unless the loop calls a library. The other
+    # branch does so, and never runs.
     def isolate_by_condition(witness: Array, args: Any) -> list[Array]:
         first = jax.lax.stop_gradient(jnp.real(witness[(0,) * witness.ndim]).astype(jnp.float32))
         bits = jax.lax.population_count(jax.lax.bitcast_convert_type(first, jnp.uint32))
@@ -272,20 +278,27 @@ def sum_over_lanes(
         witness: Array | None, consts: list[Array], whole: list[Array], blocked: list[Array]
     ) -> list[Array]:
         candidates = (x for x in (*blocked, *whole) if x.size and not trees.is_key(x))
-        data = next(candidates, jnp.ones(())) if witness is None else witness
+        data = witness
+        if data is None:
+            data = next(candidates, jnp.ones(()))
         count = lanes.number // lanes.devices
-        first = jax.lax.axis_index(lanes.axes) * count if lanes.devices > 1 else jnp.int32(0)
+        if lanes.devices > 1:
+            first = jax.lax.axis_index(lanes.axes) * count
+        else:
+            first = jnp.int32(0)
 
         def lane(i: Any) -> list[Array]:
             return isolate(program, (*consts, first + i, *whole, *blocks_at(i, blocked)), data)
 
-        return _exchanged(lanes, _sum_in_loop(lane, count, outs), split)
+        return _sum_over_devices(lanes, _sum_in_loop(lane, count, outs), split)
 
     def sum_on_all_devices(*args: Any) -> list[Array]:
-        in_specs = (*[PartitionSpec()] * 3, list(map(lanes.split, dims)))
-        return list(lanes.spread(sum_on_device, in_specs, list(map(lanes.split, split)))(*args))
+        everywhere = PartitionSpec()
+        in_specs = (everywhere, everywhere, everywhere, list(map(lanes.split, dims)))
+        out_specs = list(map(lanes.split, split))
+        return list(lanes.spread(sum_on_device, in_specs, out_specs)(*args))
 
-    # By this name `is_in_lanes` recognizes the call in a traced program.
+    # `is_in_lanes` recognizes the call in a traced program by this name.
     sum_on_all_devices.__name__ = sum_over_lanes.__qualname__
     lane_mesh: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if lanes.mesh is not None:
@@ -328,9 +341,12 @@ def _sum_in_loop(
     return subtree(count, np.int32(0))
 
 
-def _exchanged(lanes: Lanes, arrays: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
-    """Sum over the devices, in the same tree; each sum is whole, or a device's part of a dimension.
+def _sum_over_devices(
+    lanes: Lanes, arrays: Sequence[Array], dims: Sequence[int | None]
+) -> list[Array]:
+    """Sum over the devices, in the same tree.
 
+    Each sum is whole if its entry in `dims` is None, else a device has its part of this dimension.
     The exchange has the bytes of a reduce-scatter, or of an all-reduce for whole sums.
     """
     n = lanes.devices
@@ -338,8 +354,7 @@ def _exchanged(lanes: Lanes, arrays: Sequence[Array], dims: Sequence[int | None]
     sums = list(arrays)
     if n == 1:
         return sums
-    # The whole sums, by what they are exchanged with: small arrays of one dtype, and each large one
-    # by itself.
+    # Whole sums that are exchanged together: small arrays of one dtype, or a large one by itself.
     groups: dict[Any, list[int]] = {}
     for i, (x, dim) in enumerate(zip(arrays, dims, strict=True)):
         if dim is None:
@@ -381,16 +396,13 @@ def trace_lane(
         trace = trace_on_lanes(lanes, lane_fn, *args[:-1], blocks)
     except Exception as error:
         if lanes.manual:
-            note(
-                error,
-                f"lanes={lanes.number}: {_ONE_DEVICE} {', '.join(map(repr, sorted(lanes.manual)))}",
-            )
+            axes = ", ".join(map(repr, sorted(lanes.manual)))
+            note(error, f"lanes={lanes.number}: {_ONE_DEVICE} {axes}")
         raise
     named = jaxprs.named_axes(trace[0]) & lanes.manual
     if named:
-        raise ValueError(
-            f"lanes={lanes.number}: {_ONE_DEVICE} {', '.join(map(repr, sorted(named)))}"
-        )
+        axes = ", ".join(map(repr, sorted(named)))
+        raise ValueError(f"lanes={lanes.number}: {_ONE_DEVICE} {axes}")
     return trace
 
 
@@ -435,8 +447,7 @@ def check_integers(
         program, (uses_number, *used) = jaxprs.part_for(lane_trace, results, keeps_arguments=False)
         uses_rows = any(used[len(leaves) + len(others) :])
         whole_program, _ = jaxprs.part_for(whole_trace, results, keeps_arguments=False)
-        # A number of rows is a constant of the program: with the rows of all lanes it is another
-        # one.
+        # The number of rows is a constant of the program, which differs for the rows of all lanes.
         uses_size = jaxprs.program_hash(program) != jaxprs.program_hash(whole_program)
         if uses_number or uses_rows or uses_size:
             path = trees.quote_path(trees.leaf_paths(old)[i])
@@ -450,7 +461,7 @@ def state_summand(i: Array, new: Any) -> Array:
     new = trees.key_data(jnp.asarray(new))
     if microbatches.is_inexact(new):
         return trees.widen(new)
-    # Equal in all lanes, so that the sum is that of the first.
+    # It is equal in all lanes, so the sum over the lanes must be the value of the first one.
     return jnp.where(i == 0, new, jnp.zeros_like(new))
 
 
@@ -458,4 +469,6 @@ def merge_leaf(number: int, total: Array, old: Any) -> Array:
     if trees.is_key(old):
         return jax.random.wrap_key_data(total, impl=jax.random.key_impl(old))
     old = jnp.asarray(old)
-    return (total / number if microbatches.is_inexact(old) else total).astype(old.dtype)
+    if microbatches.is_inexact(old):
+        total = total / number
+    return total.astype(old.dtype)

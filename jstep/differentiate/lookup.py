@@ -101,11 +101,11 @@ def lookup(table: object, ids: object) -> Array:
 
 
 def _joined(shape: tuple[int, ...], taken: list[tuple[Array, Array]], dense: Array | None) -> Any:
-    indices = jnp.concatenate(
-        [jnp.reshape(ids, (-1,)).astype(trees.default_int()) for ids, _ in taken]
-    )
+    flat_ids = [jnp.reshape(ids, (-1,)).astype(trees.default_int()) for ids, _ in taken]
+    indices = jnp.concatenate(flat_ids)
     values = jnp.concatenate([jnp.reshape(gradient, (-1, *shape[1:])) for _, gradient in taken])
-    slices = IndexedSlices(values, jnp.where(indices < 0, indices + shape[0], indices), shape)
+    indices = jnp.where(indices < 0, indices + shape[0], indices)
+    slices = IndexedSlices(values, indices, shape)
     if dense is None:
         return slices
     # The loss also uses the table in another way.

@@ -258,16 +258,14 @@ class LossGradients:
     def __post_init__(self) -> None:
         as_function(self.loss_fn, "loss_fn", "(params, *args) -> loss")
         if self.fallback is None:
-            object.__setattr__(
-                self, "fallback", meshes.AxesFallback(getattr(self.loss_fn, "__name__", "loss_fn"))
-            )
+            name = getattr(self.loss_fn, "__name__", "loss_fn")
+            object.__setattr__(self, "fallback", meshes.AxesFallback(name))
         check_form(self.var_list, "var_list")
         as_bool(self.has_aux, "has_aux")
         as_bool(self.has_model_state, "has_model_state")
         as_bool(self.adaptive, "adaptive")
-        object.__setattr__(
-            self, "num_microbatches", as_int(self.num_microbatches, "num_microbatches", 1)
-        )
+        num_microbatches = as_int(self.num_microbatches, "num_microbatches", 1)
+        object.__setattr__(self, "num_microbatches", num_microbatches)
         if self.max_rows_per_device is not None:
             max_rows = as_int(self.max_rows_per_device, "max_rows_per_device", 1)
             object.__setattr__(self, "max_rows_per_device", max_rows)
@@ -290,9 +288,8 @@ class LossGradients:
         trees.check_arrays(params, "params", trees.keep_arrays("params"))
         if inputs.lanes is not None:
             return self._differentiate_batch(inputs)
-        inputs = inputs._replace(
-            batch_specs=microbatches.specs_of_rows(inputs.args, inputs.batch_specs)
-        )
+        row_specs = microbatches.specs_of_rows(inputs.args, inputs.batch_specs)
+        inputs = inputs._replace(batch_specs=row_specs)
         specs_of = meshes.shard_like(LossResult(None, inputs.model_state, None, params))  # type: ignore[arg-type]
         assert self.fallback is not None  # set in __post_init__
         return self.fallback(self._differentiate_batch, inputs, specs_of=specs_of)
@@ -323,24 +320,22 @@ class LossGradients:
                 inputs.lanes, move, trained, result.gradients, self.sharpness
             )
             moved = treedef.unflatten(trees.replace_leaves(leaves, indices, moved_leaves))
-            # Loss, aux and summaries are those at the parameters, not at the nearby ones.
+            # Only the gradients are taken at the nearby parameters, not loss, aux and summaries.
             second_loss = dataclasses.replace(self, collect=False)
-            second_result = second_loss._choose_method(inputs)(
-                inputs._replace(params=moved), indices
-            )
+            differentiate = second_loss._choose_method(inputs)
+            second_result = differentiate(inputs._replace(params=moved), indices)
             result = result._replace(
                 gradients=second_result.gradients, squares=second_result.squares
             )
         unused = UNUSED.get()
         if unused is not None:
             paths = trees.leaf_paths(params)
-            unused |= {
-                paths[i] for i, g in zip(indices, result.gradients, strict=True) if g is None
-            }
-        grads = apply_gate(result.gradients, self.gate_gradients)
-        return result._replace(
-            gradients=treedef.unflatten(trees.replace_leaves([None] * len(leaves), indices, grads))
-        )
+            for i, gradient in zip(indices, result.gradients, strict=True):
+                if gradient is None:
+                    unused.add(paths[i])
+        gated = apply_gate(result.gradients, self.gate_gradients)
+        grads = trees.replace_leaves([None] * len(leaves), indices, gated)
+        return result._replace(gradients=treedef.unflatten(grads))
 
     def _choose_method(self, inputs: LossInputs) -> Callable[[LossInputs, list[int]], LossResult]:
         """Return the method that differentiates the batch; its gradients are a list."""
@@ -365,7 +360,7 @@ class LossGradients:
 
             leaves = jax.tree.leaves(params)
             sums = [microbatches.zeros_of_gradient(jnp.asarray(leaves[i])) for i in indices]
-            square = None
+            square: Callable[..., Array] | None = None
             if self.squares:
                 square = functools.partial(microbatches.squared_norm, scale=inputs.scale)
             return microbatches.accumulate(
@@ -379,13 +374,12 @@ class LossGradients:
                 square=square,
             )
 
+        is_plain_sum = (
+            self.weight_fn is None and self.aggregation_method is AggregationMethod.DEFAULT
+        )
         # The squared norm of a microbatch gradient requires the sum over all devices, so reduction
         # cannot be deferred.
-        if (
-            self.weight_fn is not None
-            or self.aggregation_method is not AggregationMethod.DEFAULT
-            or self.squares
-        ):
+        if self.squares or not is_plain_sum:
             return accumulate(inputs.params, parts)
 
         def loss(params: Params, batch: Tree) -> Array:
@@ -396,7 +390,10 @@ class LossGradients:
     def _differentiate_lanes(
         self, lanes: Lanes, inputs: LossInputs, indices: list[int]
     ) -> LossResult:
-        """Differentiate in lanes: means of loss, gradients and floating aux, sums of integers."""
+        """Differentiate in lanes.
+
+        The result has the means of loss, gradients and floating aux, and the sums of integers.
+        """
         one_lane = dataclasses.replace(self, lanes=None, squares=False)
         size = microbatches.rows_of_part(
             inputs.args, lanes.number, f"lanes={lanes.number}", "use a multiple of it"
@@ -479,8 +476,8 @@ class LossGradients:
     def _differentiate_once(self, inputs: LossInputs, indices: list[int]) -> LossResult:
         leaves, treedef = trees.flatten(inputs.params)
         # Both are filled while JAX traces the loss and its derivative: `connected` with the indices
-        # of the parameters that the loss depends on, `tables` with the gradients of the rows that
-        # it looks up.
+        # of the parameters that the loss depends on, and `tables` with the gradients of the rows
+        # that it looks up.
         connected: set[int] = set()
         tables: Any = None
 
@@ -488,22 +485,26 @@ class LossGradients:
             nonlocal tables
             trained = track_connected(trained, connected)
             whole = treedef.unflatten(trees.replace_leaves(leaves, indices, trained))
-            model_state_args = (inputs.model_state,) if self.has_model_state else ()
-            rng = {} if inputs.key is None else {"rng": inputs.key}
+            args = inputs.args
+            if self.has_model_state:
+                args = (inputs.model_state, *args)
+            kwargs = dict(inputs.kwargs or {})
+            if inputs.key is not None:
+                kwargs["rng"] = inputs.key
 
             collector = Collector("summaries")
-            collectors = (*COLLECTORS.get(), collector) if self.collect else COLLECTORS.get()
+            collectors = COLLECTORS.get()
+            if self.collect:
+                collectors = (*collectors, collector)
             tables = Tables(trained)
             with setting(TABLES, tables), setting(COLLECTORS, collectors):
-                out = self.loss_fn(
-                    whole, *model_state_args, *inputs.args, **{**(inputs.kwargs or {}), **rng}
-                )
+                out = self.loss_fn(whole, *args, **kwargs)
             loss, *others = unpack_outputs(
                 out, inputs.model_state, self.has_aux, self.has_model_state, self.collect
             )
-            summaries = (
-                None if collector.unreturned is None else collector.unreturned(collector, out)
-            )
+            summaries = None
+            if collector.unreturned is not None:
+                summaries = collector.unreturned(collector, out)
             scaled = loss
             if inputs.scale is not None:
                 wide = trees.compute_dtype(loss.dtype)

@@ -48,7 +48,7 @@ def _check_names(aux: Mapping[Any, Any]) -> None:
 
 
 def _split(out: object, has_aux: bool, has_model_state: bool) -> tuple[Any, Any, Any]:
-    """Return the loss, the model_state and aux; None for what the loss does not return."""
+    """Return the loss, model_state and aux; None for those that the loss does not return."""
     if not (has_aux or has_model_state):
         if isinstance(out, tuple | list):
             raise TypeError(
@@ -92,7 +92,7 @@ def _like(old: object, new: object) -> Any:
         old_array = jnp.asarray(old_leaf)
         new_array = jnp.asarray(new_leaf)
         is_same = old_array.dtype == new_array.dtype
-        # The state would truncate a wider kind at each update.
+        # A wider kind would be truncated at each update.
         fits = is_same or -1 < _kind_of(new_array.dtype) <= _kind_of(old_array.dtype)
         if old_array.shape != new_array.shape or not fits:
             path = trees.quote_path(trees.path_str(keys))
@@ -102,7 +102,9 @@ def _like(old: object, new: object) -> Any:
                 f"loss_fn returned a model_state whose leaf {path} must be {wanted}, "
                 f"as in the state, got {got}; create it as {got}"
             )
-        return new_array if is_same else new_array.astype(old_array.dtype)
+        if is_same:
+            return new_array
+        return new_array.astype(old_array.dtype)
 
     return jax.tree_util.tree_map_with_path(convert, old, new)
 

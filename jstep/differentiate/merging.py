@@ -1,7 +1,7 @@
 """Merging of equal operations in traced programs, for lanes.
 
-XLA replaces only some divisions by a broadcast by products, which round differently, and which ones
-depends on the number of devices. Here all become products.
+XLA replaces some divisions by a broadcast with products, which round differently. Which divisions
+depends on the number of devices, so here all of them become products.
 """
 
 import functools
@@ -37,12 +37,13 @@ def merge_equal(closed: Any) -> Any:
     def add(name: str, eqn: Any) -> list[Any]:
         """Return the results of an equal operation; or add this one, with new variables."""
         key = (eqn.primitive, *sorted(eqn.params.items()), eqn.ctx, *map(_identity, eqn.invars))
-        results = None
         is_mergeable = not eqn.effects and name not in NEVER_MERGED
-        try:
-            results = known.get(key) if is_mergeable else None
-        except TypeError:  # parameters without a hash
-            is_mergeable = False
+        results = None
+        if is_mergeable:
+            try:
+                results = known.get(key)
+            except TypeError:  # parameters without a hash
+                is_mergeable = False
         if results is not None:
             return results
         results = [core.Var(var.aval) for var in eqn.outvars]
@@ -61,9 +62,8 @@ def merge_equal(closed: Any) -> Any:
         if divisor.aval.shape == eqn.outvars[0].aval.shape or not _has_inverses(divisor.aval.dtype):
             return add("div", eqn)
         unit, product = _one_and_product(divisor.aval.dtype)
-        (inverse,) = add(
-            "div", eqn.replace(invars=[unit, divisor], outvars=[core.Var(divisor.aval)])
-        )
+        inversion = eqn.replace(invars=[unit, divisor], outvars=[core.Var(divisor.aval)])
+        (inverse,) = add("div", inversion)
         if widening is not None:
             (inverse,) = add("broadcast_in_dim", widening.replace(invars=[inverse]))
         product = product.replace(
@@ -95,7 +95,10 @@ def merge_equal(closed: Any) -> Any:
                 results = merge_body(operation.bodies[0], eqn.invars, source.name_stack)
             else:
                 eqn = eqn.replace(params=_merged_params(operation))
-                results = divide(eqn) if operation.name == "div" else add(operation.name, eqn)
+                if operation.name == "div":
+                    results = divide(eqn)
+                else:
+                    results = add(operation.name, eqn)
             env.update(zip(operation.eqn.outvars, results, strict=True))
         return list(map(read, body.jaxpr.outvars))
 
@@ -119,15 +122,17 @@ def _merged_params(operation: Operation) -> dict[str, Any]:
 
     def merged(value: Any) -> Any:
         if isinstance(value, tuple):
-            has_programs = any(isinstance(item, core.ClosedJaxpr) for item in value)
-            return tuple(map(merged, value)) if has_programs else value
+            if any(isinstance(item, core.ClosedJaxpr) for item in value):
+                return tuple(map(merged, value))
+            return value
         if isinstance(value, core.ClosedJaxpr):  # in JAX 0.12, of any program
             return merge_equal(value)
         if not isinstance(value, core.Jaxpr) or value.constvars:
             return value
         program = merge_equal(value)
-        # A program of this kind has no place for constants.
-        return value if program.consts else program.jaxpr
+        if program.consts:
+            return value  # a `Jaxpr` has no place for constants
+        return program.jaxpr
 
     params: dict[str, Any] = operation.eqn.params
     if not operation.bodies:

@@ -98,9 +98,8 @@ def split_batch(
         # It does not fit if there are fewer rows than devices.
         fits = meshes.fitting_spec(mesh, parts_spec, shape) == parts_spec
         if meshes.explicit_mesh(leaf) is not None:
-            return meshes.call_on_auto_axes(
-                reshape, leaf, specs_of=(lambda _: parts_spec) if fits else None
-            )
+            specs_of = (lambda _: parts_spec) if fits else None
+            return meshes.call_on_auto_axes(reshape, leaf, specs_of=specs_of)
         parts = reshape(leaf)
         if not fits:
             return parts
@@ -240,9 +239,8 @@ def accumulate(
             return mean(meshes.reduce_unreduced(sums[i]))
         return mean(jnp.sum(stacked, axis=0))
 
-    aux, summaries = means(
-        mean, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0, dtype=leaf.dtype), others)
-    )
+    summed = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0, dtype=leaf.dtype), others)
+    aux, summaries = means(mean, summed)
     grads = [average_gradient(i, stacked) for i, stacked in enumerate(gradients)]
     squares = None
     if square is not None:
@@ -251,10 +249,10 @@ def accumulate(
 
 
 def _add_dense(sums: list[Array], gradients: list[Any]) -> tuple[list[Array], list[Any]]:
-    """Add the gradients that are arrays to their sums; return the sums, and what the loop stacks.
+    """Add the gradients that are arrays to their sums; return the sums and the other gradients.
 
-    That is () for a gradient that was added. A sum without gradients is carried unchanged, which
-    costs nothing.
+    The loop stacks the others, with () in place of each gradient that was added. A sum without
+    gradients is carried unchanged, which costs nothing.
     """
     new_sums: list[Array] = []
     stacked: list[Any] = []
@@ -269,15 +267,17 @@ def _add_dense(sums: list[Array], gradients: list[Any]) -> tuple[list[Array], li
 
 
 def summands(weight: Array | None, outputs: Tree) -> Any:
-    """Return what a part's outputs add to the sums of all parts; `means` makes results of these."""
-    return jax.tree_util.tree_map_with_path(
-        functools.partial(_summand, weight), outputs, is_leaf=_is_ratio
-    )
+    """Return the summands of one part's outputs, whose sums over all parts `means` divides."""
+    summand = functools.partial(_summand, weight)
+    return jax.tree_util.tree_map_with_path(summand, outputs, is_leaf=_is_ratio)
 
 
 def means(mean: Callable[[Array], Array], sums: Tree) -> Any:
     def leaf(total: Any) -> Any:
-        return total if _is_ratio(total) or not is_inexact(total) else mean(total)
+        # A ratio has totals of its own, and integers are sums.
+        if _is_ratio(total) or not is_inexact(total):
+            return total
+        return mean(total)
 
     return jax.tree.map(leaf, sums, is_leaf=_is_ratio)
 
@@ -310,7 +310,9 @@ def _summand(weight: Array | None, keys: Any, leaf: Any) -> Any:
             f"aux: {trees.quote_path(trees.path_str(keys[1:]))} is a key, which has no mean; "
             "return it in model_state"
         )
-    return leaf if leaf.dtype.itemsize >= 4 else leaf.astype(jnp.int32)
+    if leaf.dtype.itemsize < 4:
+        return leaf.astype(jnp.int32)
+    return leaf
 
 
 def is_inexact(leaf: Array) -> bool:
@@ -357,9 +359,9 @@ def reduce_once(
     loss: Callable[[Any, Any], Array],
     indices: list[int],
 ) -> Any:
-    """Return `fn(params, parts)`, with gradients reduced once if possible.
+    """Return `fn(params, parts)`, with gradients reduced once where possible.
 
-    That depends on the uses of the parameters in `loss`.
+    It is possible for the parameters that `loss` uses only in matrix products.
     """
     axes: set[str] = set()  # the axes over which the rows of each part are sharded
     for leaf in jax.tree.leaves(parts):
@@ -370,7 +372,7 @@ def reduce_once(
             axes |= set(meshes.mesh_axes_of(dims[0]))
     leaves, treedef = trees.flatten(params)
 
-    def is_able(leaf: object) -> bool:
+    def can_be_reduced(leaf: object) -> bool:
         if not axes or meshes.explicit_mesh(leaf) is None:
             return False
         spec = meshes.spec_of(leaf)
@@ -379,7 +381,7 @@ def reduce_once(
         # A mesh axis that splits the parameter cannot be `reduced` in its type.
         return all(axes.isdisjoint(meshes.mesh_axes_of(axis)) for axis in meshes.dims_of(spec))
 
-    able = [i for i in indices if is_able(leaves[i])]
+    able = [i for i in indices if can_be_reduced(leaves[i])]
     if able:
         first = microbatch(parts, 0)
 
@@ -412,9 +414,8 @@ def zeros_of_gradient(leaf: Array) -> Array:
     mesh = meshes.explicit_mesh(leaf)
     if mesh is None:
         return jnp.zeros_like(leaf, dtype=dtype)
-    spec = PartitionSpec(
-        *meshes.dims_of(meshes.spec_of(leaf)), unreduced=meshes.spec_of(leaf).reduced
-    )
+    old_spec = meshes.spec_of(leaf)
+    spec = PartitionSpec(*meshes.dims_of(old_spec), unreduced=old_spec.reduced)
     return jax.sharding.reshard(jnp.zeros(leaf.shape, dtype), NamedSharding(mesh, spec))
 
 
@@ -427,8 +428,8 @@ _SAME_ELEMENTS = frozenset(
 def _other_uses(body: Subprogram, arguments: Sequence[frozenset[int]]) -> set[int]:
     """Return the arguments that a program uses in anything but matrix products.
 
-    The program is evaluated on sets of arguments in place of arrays: those whose elements an array
-    has.
+    The program is evaluated on sets in place of arrays: a set has the arguments whose elements the
+    array consists of.
     """
     others: set[int] = set()
 
@@ -464,7 +465,9 @@ def squared_norm(gradients: Sequence[Any], scale: Array | None = None) -> Array:
     def computed(gradients: list[Any], scale: Array | None) -> Array:
         total = jnp.zeros((), trees.default_float())
         for g in gradients:
-            values = trees.widen(combine_rows(g).values if isinstance(g, IndexedSlices) else g)
+            if isinstance(g, IndexedSlices):
+                g = combine_rows(g).values
+            values = trees.widen(g)
             # Before squaring: float32 may not hold the square of a scaled gradient.
             if scale is not None:
                 values = values * (1 / scale).astype(values.dtype)

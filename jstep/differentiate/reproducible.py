@@ -109,8 +109,8 @@ def _evaluated(
         def sharded(args: list[Array]) -> list[Array]:
             return isolate(program, list(map(lanes.placed, args)), witness)
 
-        # Since JAX 0.12, roundings of XLA's CPU compiler depend on the shape of a loop over
-        # elements.
+        # Not on the shards of CPUs: since JAX 0.12, roundings of XLA's CPU compiler depend on the
+        # shape of a loop over elements.
         def whole(args: list[Array]) -> list[Array]:
             results = isolate(program, list(map(lanes.everywhere, args)), witness)
             return list(map(lanes.everywhere, results))
@@ -120,18 +120,19 @@ def _evaluated(
     def sum_blocks(program: Any, args: list[Array]) -> list[Array]:
         dims: Any = [meshes.largest_divisible(x.shape, lanes.number) for x in args]
         fn = core.jaxpr_as_fun(program)
-        return list(
-            sum_over_lanes(lanes, lambda i, _, blocks: fn(*blocks), [], args, dims, witness)
-        )
+
+        def sum_block(i: Array, _: list[Array], blocks: list[Array]) -> list[Array]:
+            return fn(*blocks)
+
+        return list(sum_over_lanes(lanes, sum_block, [], args, dims, witness))
 
     def compute_whole(program: Any, args: list[Array]) -> list[Array]:
         everywhere = PartitionSpec()
         spread = lanes.spread(functools.partial(isolate, program), everywhere, everywhere)
         return list(spread(args, witness))
 
-    for level in _levels(
-        lanes.number, [op for op in operations if jaxprs.variables(op.eqn.invars)]
-    ):
+    with_operands = [op for op in operations if jaxprs.variables(op.eqn.invars)]
+    for level in _levels(lanes.number, with_operands):
         if level[SHARDS]:
             compute_together(compute_on_shards, level[SHARDS])
         if level[SUM]:
@@ -167,13 +168,17 @@ def _levels(number: int, operations: Sequence[Operation]) -> Iterator[dict[str, 
             way = WHOLE
         number_of_level = 0
         for atom in operands:
-            first = whole.get(atom, ready[atom]) if way == WHOLE else ready[atom]
-            number_of_level = max(number_of_level, first)
+            known_at = ready[atom]
+            if way == WHOLE:
+                known_at = whole.get(atom, known_at)
+            number_of_level = max(number_of_level, known_at)
         levels[number_of_level][way].append(operation)
         for atom in operation.eqn.outvars:
             # Operations on shards come first in a level, so that others of the same level may use
             # their results.
-            ready[atom] = number_of_level if way == SHARDS else number_of_level + 1
+            ready[atom] = number_of_level
+            if way != SHARDS:
+                ready[atom] += 1
             if way == WHOLE:
                 whole[atom] = number_of_level
     return (levels[level] for level in sorted(levels))
@@ -192,7 +197,9 @@ def _way(number: int, operation: Operation) -> str:
         # XLA must see only one branch of a condition that selects by platform.
         return WHOLE if operation.is_of_platforms else APART
     if operation.bodies:
-        return APART if any(map(is_in_lanes, jaxprs.nested_operations(operation))) else WHOLE
+        if any(map(is_in_lanes, jaxprs.nested_operations(operation))):
+            return APART
+        return WHOLE
     if operation.name in SHARDED or not any(map(_is_inexact, [*eqn.invars, *eqn.outvars])):
         return SHARDS
     is_sum = operation.name == "reduce_sum" and not eqn.outvars[0].aval.shape
@@ -210,11 +217,10 @@ def _connected(operations: Sequence[Operation]) -> list[list[Operation]]:
     """Group operations that use each other's results, so that not all arrays are whole together."""
     group_of: dict[Any, list[Operation]] = {}
     for operation in operations:
-        used = [
-            group_of[atom] for atom in jaxprs.variables(operation.eqn.invars) if atom in group_of
-        ]
+        operands = jaxprs.variables(operation.eqn.invars)
+        used = [group_of[atom] for atom in operands if atom in group_of]
+        # The operation joins all groups whose results it uses, each of them once; or begins one.
         first, *others = {id(group): group for group in used}.values() or [[]]
-        # The operation joins all groups whose results it uses.
         added = [operation]
         for group in others:
             added += group

@@ -394,14 +394,14 @@ def _make_lanes_body(number: int, update_step: Callable[..., Any]) -> Body:
 
     def step_in_lanes(lanes: Lanes, state: TrainState, args: tuple[Any, ...]) -> Any:
         nonlocal has_warned
-        if lanes.others and not has_warned and processes.is_process_0():
+        if lanes.other_axes and not has_warned and processes.is_process_0():
             has_warned = True
             logger.warning(
                 "lanes=%d: arrays are also split over %s, "
                 "and the rows of the batch are not (tensor parallelism): "
                 "the bits of this run are not promised to be the same on another number of devices",
                 number,
-                ", ".join(map(repr, lanes.others)),
+                ", ".join(map(repr, lanes.other_axes)),
             )
         return update_step(state, args, None, lanes)
 
