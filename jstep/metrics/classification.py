@@ -203,13 +203,12 @@ def confusion_matrix(
         {'0/0': 1, '0/1': 1, '1/0': 0, '1/1': 1}
     """
     size = as_int(num_classes, "num_classes", 1, "a number of classes")
-    predicted, truth = pair(
-        indices(predictions, "predictions"), indices(labels, "labels"), ("predictions", "labels")
-    )
+    class_indices = indices(predictions, "predictions")
+    predicted, truth = pair(class_indices, indices(labels, "labels"), ("predictions", "labels"))
     predicted, truth, weight = jax.tree.map(whole, (predicted, truth, as_weights(weights, labels)))
     valid = _is_class(predicted, size) & _is_class(truth, size)
     cell = truth.astype(jnp.int32) * size + predicted.astype(jnp.int32)
-    # `segment_sum` leaves out what is out of range.
+    # `segment_sum` ignores indices out of range.
     cell = jnp.where(valid, cell, jnp.full_like(cell, size * size))
     cells = jax.ops.segment_sum(element_totals(valid, weight), cell, size * size)
     return ConfusionMatrix(cells.reshape(size, size), count_flagged(~valid, weight))
@@ -272,7 +271,9 @@ def perplexity(
 
 
 def count_flagged(flags: Array, weight: Array | None) -> Array:
-    return sum_where(flags if weight is None else flags & (weight != jnp.zeros((), weight.dtype)))
+    if weight is not None:
+        flags = flags & (weight != jnp.zeros((), weight.dtype))
+    return sum_where(flags)
 
 
 def _is_class(labels: Array, num_classes: int) -> Array:
@@ -314,9 +315,12 @@ class AUC:
         return f"AUC(curve={self.curve!r}, thresholds: {np.shape(self.thresholds.low)[-1]})"
 
     def merge(self, other: "AUC") -> "AUC":
-        pairs = zip(self.thresholds, other.thresholds, strict=True)
+        first = self.thresholds
+        second = other.thresholds
         merged = Thresholds(
-            *(jnp.concatenate(as_one_dtype(bins, others)) for bins, others in pairs)
+            low=jnp.concatenate(as_one_dtype(first.low, second.low)),
+            high=jnp.concatenate(as_one_dtype(first.high, second.high)),
+            counts=jnp.concatenate(as_one_dtype(first.counts, second.counts)),
         )
         return AUC(_merge_bins(merged, self.thresholds.low.size), self.curve)
 
@@ -332,13 +336,13 @@ class AUC:
         low = low[is_filled]
         high = high[is_filled]
         counts = counts[is_filled]
-        # From the highest score to the lowest, by the middle of each bin. That of equal ends is
-        # taken as it is, as their sum may overflow.
+        # Sort from the highest score to the lowest, by the middle of each bin. If its ends are
+        # equal, either is the middle: their sum may overflow.
         middle = np.where(low == high, low, np.stack([low, high], axis=1).mean(axis=1))
         order = np.lexsort((low, middle))[::-1]
         low = low[order]
         high = high[order]
-        # Bins of equal scores, of different batches, are one threshold.
+        # Bins of equal scores from different batches are one threshold.
         is_new = np.r_[True, (low[1:] != low[:-1]) | (high[1:] != high[:-1])]
         first = np.flatnonzero(is_new)
         positive, negative = np.add.reduceat(counts[order], first).T
@@ -393,9 +397,8 @@ def auc(
     num_thresholds = as_int(num_thresholds, "num_thresholds", 2, "a number of thresholds")
     if num_thresholds > _MAX_THRESHOLDS:
         raise ValueError(f"num_thresholds={num_thresholds}: must be at most {_MAX_THRESHOLDS}")
-    values, truth, weight = jax.tree.map(
-        whole, (*scores_and_truth(scores, labels), as_weights(weights, labels))
-    )
+    values, truth = scores_and_truth(scores, labels)
+    values, truth, weight = jax.tree.map(whole, (values, truth, as_weights(weights, labels)))
     if weight is not None and weight.dtype != jnp.bool_:
         # An invalid weight acts like a NaN score, because bins cannot be compared by NaN weights.
         values = jnp.where(jnp.isnan(weight), jnp.full_like(values, jnp.nan), values)
@@ -419,8 +422,7 @@ def _average_precision(positive: Any, negative: Any, is_span: object) -> float:
     """The mean precision over thresholds, weighted by positives; averaged over ranges of scores."""
     total = float(positive.sum())
     if not total:
-        # As scikit-learn.
-        return 0.0
+        return 0.0  # as in scikit-learn
     size = positive + negative
     true = np.cumsum(positive)
     seen = np.cumsum(size)
@@ -438,7 +440,7 @@ def _average_precision(positive: Any, negative: Any, is_span: object) -> float:
 def _merge_bins(bins: Thresholds, bin_count: int) -> Thresholds:
     """Sort bins by their scores, and join neighbors so that at most `bin_count` are left."""
     counts = bins.counts.astype(jnp.float32)
-    # By the middle of their range; NaN scores and empty bins, which become NaN, come last.
+    # Sort by the middle of the range; NaN scores and empty bins, which become NaN, come last.
     is_empty = jnp.sum(counts, axis=1) == 0
     low = jnp.where(is_empty, jnp.full_like(bins.low, jnp.nan), bins.low)
     high = jnp.where(is_empty, jnp.full_like(bins.high, jnp.nan), bins.high)
@@ -451,9 +453,8 @@ def _merge_bins(bins: Thresholds, bin_count: int) -> Thresholds:
     unit = jnp.float32(1)
     if bins.counts.dtype != jnp.uint32:
         # The least weight stands for one example.
-        unit = jnp.min(
-            jnp.where(counts > 0, counts, jnp.full_like(counts, jnp.inf)), initial=jnp.inf
-        )
+        positive = jnp.where(counts > 0, counts, jnp.full_like(counts, jnp.inf))
+        unit = jnp.min(positive, initial=jnp.inf)
     index = _bin_indices(jax.ops.segment_sum(counts, group, len(group)), unit, bin_count)[group]
     ends = jax.ops.segment_max(jnp.stack([-low, high], axis=1), index, bin_count)
     totals = jax.ops.segment_sum(bins.counts[order], index, bin_count)
@@ -465,9 +466,9 @@ def _merge_bins(bins: Thresholds, bin_count: int) -> Thresholds:
 
 
 def _half(scores: Array) -> Array:
-    """Half of each score, of infinite ones half of the largest finite one.
+    """Half of each score, and of the largest finite number for infinite ones.
 
-    So the sum of two is finite.
+    The sum of two halves is finite.
     """
     limits: Any = jnp.finfo(scores.dtype)  # type: ignore[no-untyped-call]
     return jnp.clip(scores, limits.min, limits.max) * jnp.asarray(0.5, scores.dtype)
@@ -481,23 +482,21 @@ def _bin_indices(counts: Array, unit: Array, bin_count: int) -> Array:
     higher = jnp.cumsum(both[::-1])[::-1] - both
     rank = jnp.log1p(both / (higher + unit))
     shares = jnp.concatenate([counts, rank[:, None]], axis=1)
-    size = jnp.sum(
-        shares / jnp.maximum(jnp.sum(shares, axis=0, keepdims=True), jnp.float32(1e-30)), axis=1
-    )
+    totals = jnp.sum(shares, axis=0, keepdims=True)
+    size = jnp.sum(shares / jnp.maximum(totals, jnp.float32(1e-30)), axis=1)
     # Integers, because sums of float32 are not monotone.
     size = jnp.floor(size / jnp.sum(size) * _WHOLE).astype(jnp.int32)
-    # A third of the bins have equal sizes. A score larger than such a bin has its own, which
-    # divides the one that it is in: there are fewer of these than equal bins, and each makes two
-    # more.
+    # A third of the bins have equal sizes. A score that is larger than such a bin has a bin of its
+    # own, which divides the equal bin that it is in. There are fewer of these than equal bins, and
+    # each adds two bins.
     equal_bins = bin_count // 3
     middle = jnp.cumsum(size) - size + size // 2
-    bins = jnp.minimum(
-        jnp.floor(middle.astype(jnp.float32) * (equal_bins / _WHOLE)), jnp.float32(equal_bins - 1)
-    )
+    bins = jnp.floor(middle.astype(jnp.float32) * (equal_bins / _WHOLE))
+    bins = jnp.minimum(bins, jnp.float32(equal_bins - 1))
     is_large = size > _WHOLE // equal_bins
     starts_bin = _differs(bins) | is_large | jnp.roll(is_large, 1)
     index = jnp.cumsum(starts_bin.astype(jnp.int32)) - 1
-    # If there is a bin for each score, they are kept as they are.
+    # If there is a bin for each score, the scores are kept as they are.
     is_seen = both > 0
     is_few = jnp.sum(is_seen.astype(jnp.int32)) <= bin_count
     index = jnp.where(is_few, jnp.arange(len(index), dtype=jnp.int32), index)
@@ -516,9 +515,8 @@ def _differs(vector: Array) -> Array:
 
 
 def scores_and_truth(scores: ArrayLike, labels: ArrayLike) -> tuple[Array, Array]:
-    values, truth = pair(
-        _numbers(scores, "scores"), _numbers(labels, "labels"), ("scores", "labels")
-    )
+    numbers = _numbers(scores, "scores")
+    values, truth = pair(numbers, _numbers(labels, "labels"), ("scores", "labels"))
     return _widen(values), truth == jnp.ones((), truth.dtype)
 
 
@@ -565,16 +563,17 @@ def indices(value: object, argument: str) -> Array:
         raise TypeError(
             f"{argument}: must be integers, the indices of classes, got {describe_type(array)}"
         )
-    return array.astype(jnp.int32) if array.dtype.itemsize < 4 else array
+    if array.dtype.itemsize < 4:
+        return array.astype(jnp.int32)
+    return array
 
 
 def _numbers(value: object, argument: str) -> Array:
     if not (trees.is_array(value) or isinstance(value, bool | int | float | list | tuple)):
         raise TypeError(f"{argument}: must be an array of numbers, got {describe_type(value)}")
     array = device_values.as_array(value, argument)
-    if not any(
-        jnp.issubdtype(array.dtype, dtype) for dtype in (jnp.floating, jnp.integer, jnp.bool_)
-    ):
+    kinds = (jnp.floating, jnp.integer, jnp.bool_)
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
         raise TypeError(f"{argument}: must be an array of numbers, got {describe_type(array)}")
     return array
 

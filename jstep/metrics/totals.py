@@ -17,8 +17,6 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Array, is_array_or_number, is_key
 
 FULL = 2**32 - 1
-
-
 """The total that stands for all that are too large for a uint32."""
 
 
@@ -37,7 +35,7 @@ def sum_where(condition: Array, weights: Array | None = None) -> Array:
 
 
 def as_one_dtype(first: Array, second: Array) -> tuple[Array, Array]:
-    """Convert two totals to one dtype: counts become sums of weights, if the others are such."""
+    """Convert two totals to one dtype: counts become sums of weights if the other total is one."""
     dtype = second.dtype if first.dtype == jnp.uint32 else first.dtype
     return first.astype(dtype), second.astype(dtype)
 
