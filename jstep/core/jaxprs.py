@@ -386,7 +386,7 @@ def trace_inlined(fn: Callable[..., Any], platform: str, *args: Any) -> tuple[Su
                 names is None or platform in names for names in operation.eqn.params["platforms"]
             ]
             return [np.int32(matches.index(True))]
-        # The index of `platform_index` is a number; that of a user's condition is traced.
+        # The index from `platform_index` is a number; a user's condition is traced.
         if operation.kind == "cond" and isinstance(values[0], np.generic):
             return evaluate(operation.bodies[int(values[0])], values[1:], inline)
         if operation.kind == "call":
@@ -467,7 +467,7 @@ def program_hash(closed: Any) -> str:
 
 
 def find_difference(a: Any, b: Any) -> tuple[Any, ...]:
-    """Return the first operation of `a` that differs from that of `b`; () if none does.
+    """Return the first operation of `a` that differs from its counterpart in `b`; () if none does.
 
     The enclosing operations come before it.
     """

@@ -49,7 +49,7 @@ NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 
 def internal_transfers() -> contextlib.AbstractContextManager[object]:
-    """Exempt transfers from the caller's transfer guards, but for a user's functions."""
+    """Exempt jstep's transfers from the caller's transfer guards; not for users' functions."""
     # A fast path, as this is called at each step, and for every logged scalar.
     if not any(_guard_values(jax.config)):
         return NO_GUARD
@@ -236,7 +236,7 @@ def reduce_unreduced(total: object) -> Any:
 
 
 def shard_like(*trees: Any) -> Callable[[Any], Any]:
-    """Return a function from a result to specs: those of the equal path and shape in `trees`."""
+    """Return a function from a result to the specs of leaves of equal path and shape in `trees`."""
 
     def specs(result: object) -> Any:
         known: dict[Any, PartitionSpec] = {}
@@ -322,7 +322,7 @@ def _keep_explicit_axes(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpe
 def supports_meshes(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorator: support arrays on any mesh, and exempt internal transfers.
 
-    A leaf of the result is sharded like that of equal path and shape in the first of `like`
+    A leaf of the result is sharded like the leaf of equal path and shape in the first of `like`
     (`"state.params"`).
     """
 

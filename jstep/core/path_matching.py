@@ -1,6 +1,6 @@
 """Matching by path: the source of each leaf, the leaves without one, and the sources left over.
 
-The leaves of a target are matched to those of a checkpoint (`checkpoint/match.py`) or to tensors
+The leaves of a target are matched to leaves of a checkpoint (`checkpoint/match.py`) or to tensors
 (`weights/matching_tensors.py`), and the leaves of a tree to those that it had before
 (`slots/matching.py`). These modules decide whether a source fits its leaf, and write the messages.
 """

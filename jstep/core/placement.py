@@ -90,8 +90,8 @@ def chunks_of_size(items: list[int], size: int) -> Iterator[tuple[int, list[int]
 
 
 PROGRAMS_IN_FLIGHT = 16
-"""How many programs run at once: the collectives of more than a CPU client has threads for wait for
-each other."""
+"""How many programs run at once. With more than a CPU client has threads for, their collectives
+would wait for each other."""
 
 
 class ProgramsInFlight:

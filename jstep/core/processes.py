@@ -99,7 +99,7 @@ def _service() -> Any:
 def post(key: str, text: str) -> bool:
     """Post a text for all processes, unless the key has one; return whether one is there."""
     try:
-        # The service lists what is below a key, and raises an error for a key that it lacks.
+        # The service lists a key's subtree, and raises an error for a key that it lacks.
         _service().key_value_set_bytes(f"{key}/text", text.encode(errors="replace"))
     except (AttributeError, RuntimeError):
         # There is no service, it has a text already, or it does not respond.

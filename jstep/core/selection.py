@@ -16,7 +16,7 @@ _BOXED = GetAttrKey("value")
 
 
 def leaf_names(tree: trees.Tree) -> list[tuple[str, ...]]:
-    """The path of each leaf, and of a boxed variable (Flax NNX) also that of the box."""
+    """Return the path of each leaf, and for a boxed variable (Flax NNX) also the box's."""
     names: list[tuple[str, ...]] = []
     for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
         path = trees.path_str(keys)

@@ -109,10 +109,10 @@ class StopSignals:
         self._cause = ""  # the signal, and the processes that received it, unless all did
         self._is_limit = False
         self._has_agreed = False  # whether several processes have agreed to stop
-        self._has_asked = False  # whether this one has asked JAX's service for it
+        self._has_asked = False  # whether this one has requested it from JAX's service
         self._seconds_left = seconds_left
         self._timer: threading.Timer | None = None  # the time limit of one process, from `begin` on
-        self._limit: AgreedClock | None = None  # that of several
+        self._limit: AgreedClock | None = None  # the time limit of several processes
         self._polls = 0
         # Held while the timer sends its signal: `end` waits for it, so that none arrives with the
         # handlers of others.

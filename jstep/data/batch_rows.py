@@ -63,7 +63,7 @@ class StepRange(NamedTuple):
         """Return the first of `steps` whose batch has another size than `size`, or None."""
         candidates: Iterable[int]
         if steps.step == 1:
-            # There are two sizes: that of the last step of an epoch, and that of the others.
+            # There are two sizes: the last step of an epoch has one, all others the other one.
             end_of_epoch = steps.start + (self.first - 1 - steps.start) % self.period
             candidates = (steps.start, steps.start + 1, end_of_epoch)
         elif self.last != self.size:
@@ -216,7 +216,7 @@ class RowPlan(NamedTuple):
 
 
 def steps_with(plan: RowPlan, source: int, row: int, steps: range) -> Iterator[int]:
-    """Yield those of consecutive steps whose batches have a row of a source.
+    """Yield the steps, out of consecutive ones, whose batches have a row of a source.
 
     It takes one evaluation for each epoch.
     """

@@ -180,7 +180,7 @@ class Loader(BatchSource):
             position = self.position_after(trained)
         count = batches_since(position)
         # If none was fetched, a signal ended the wait for `count` batches to be fetched again, and
-        # that wait must not begin anew here.
+        # that wait must not be repeated here.
         was_interrupted = count > 0 and fetched == 0
         if position is not None and not was_interrupted:
             with contextlib.suppress(Exception):  # what cannot be set is warned about

@@ -147,7 +147,7 @@ def _open_state_batches(
 
 
 def _open_loader(batches: Tree, owner: Any, opening: _Opening) -> BatchSource:
-    """Open batches whose position is that of `owner`: the batches, or their iterator."""
+    """Open batches whose position `owner` has: the batches, or their iterator."""
     # Before `iter`, which is when loaders read the position that they were set to.
     _restore_position(owner, opening)
     if hasattr(owner, "__iter__"):
@@ -343,7 +343,7 @@ def keeps_position(batches: Tree) -> bool:
 
 
 def position_owner(batches: Tree) -> Any:
-    """Return the object whose position is that of the batches; None if they have none."""
+    """Return the object that has the position of batches; None if they have no position."""
     if isinstance(batches, StateBatches):
         return batches.make if position_methods(batches.make) is not None else None
     if isinstance(batches, LoopBatches):
@@ -380,7 +380,7 @@ def set_position(owner: object, position: object) -> None:
 
 
 def _warn_of_untrained(batches: object) -> bool:
-    """Warn of batches that an earlier run fetched from this iterator in vain.
+    """Warn of batches that an earlier run fetched from this iterator, and did not train on.
 
     Return whether there was such a run.
     """

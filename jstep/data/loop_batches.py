@@ -79,7 +79,7 @@ class LoopBatches:
         self._first_marks: Mapping[str, Any] | None = None
 
     def begin(self) -> None:
-        """Log what is kept, and from now on watch what is not."""
+        """Log the objects that are kept, and from now on watch class attributes, which are not."""
         self._first_marks = self._class_marks()
         if self.kept and processes.is_process_0():
             descriptions = [_described(name, value) for name, value in self.kept.items()]

@@ -212,8 +212,9 @@ def _fill(
 class RowOrder:
     """Rows in the order in which they are due, read one batch after another.
 
-    Invariant: `_counts` are those of the first `rows` rows. `_due` is None, or a heap with the time
-    of the next row of each source that has a weight in the stage of the newest batch, `_stage`.
+    Invariant: `_counts` are the counts in the first `rows` rows. `_due` is None, or a heap with the
+    time of the next row of each source that has a weight in the stage of the newest batch,
+    `_stage`.
     """
 
     def __init__(self, stages: Staircase[CountStage], rows: int) -> None:
@@ -228,8 +229,8 @@ class RowOrder:
         stage = self._stages.value_at(self.rows)
         is_first = stage is not self._stage
         self._stage = stage
-        # By source, the time depends on the number of sources. By row it depends on that of rows,
-        # but the heap must be built first, which does not pay for a single batch.
+        # By source, the time depends on the number of sources; by row, on the number of rows, but
+        # the heap must be built first, which does not pay for a single batch.
         if is_first or size >= len(stage.order):
             changes = self._take_by_source(stage, size)
         else:

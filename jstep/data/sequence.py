@@ -372,5 +372,5 @@ class BatchIterator(Iterator[T]):
 
 
 def next_change(sequence: BatchSequence[Any], step: int) -> int | None:
-    """Return the next step whose batch has another number of rows than that of `step`, or None."""
+    """Return the next step whose batch has another number of rows than `step`'s, or None."""
     return sequence._next_change(step)

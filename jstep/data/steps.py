@@ -17,7 +17,7 @@ class Steps:
     """The steps of a sequence, numbered from 0.
 
     Attributes:
-        parts: The steps, as ranges of which none is empty.
+        parts: The steps, as non-empty ranges.
         firsts: The number of the first step of each part.
         count: The number of steps.
     """
@@ -120,7 +120,7 @@ class Staircase(Generic[T]):
         return self.values[self.index(step)]
 
     def next_stage_start(self, step: int) -> int | None:
-        """Return the first step of the stage after that of `step`; None in the last stage."""
+        """Return the first step of the stage after `step`'s; None in the last stage."""
         following = self.index(step) + 1
         return self.firsts[following] if following < len(self.firsts) else None
 

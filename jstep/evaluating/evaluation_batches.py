@@ -48,8 +48,8 @@ _GLOBAL = -3
 """In place of a number of rows: the batches have ended, fetching failed, or the batch is global."""
 _MAX_GROUP = 16
 _GROUP_BYTES = 2**26
-"""The batches whose numbers of rows are exchanged at once, and their size in each process, unless
-one is larger."""
+"""The maximum number of batches whose numbers of rows are exchanged together, and the maximum of
+their size in each process, unless one batch is larger."""
 
 
 class EvaluationBatches:
@@ -248,7 +248,7 @@ def _map_leaves(
     def over(batch: Any) -> Any:
         return jax.tree.broadcast(shardings, batch, is_leaf=lambda x: isinstance(x, Sharding))
 
-    # Shardings that are no tuple are those of the only argument.
+    # Shardings that are not a tuple belong to the only argument.
     is_of_args = trees.is_plain_tuple(shardings) or len(args) != 1
     leaf_shardings = over(args) if is_of_args else (over(args[0]),)
     return tuple(jax.tree.map(fn, args, leaf_shardings))

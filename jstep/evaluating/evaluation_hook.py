@@ -140,7 +140,7 @@ class EvaluationHook(RunHook):
         )
         self.results: dict[int, Mapping[str, Any]] = {}
         self._newest: dict[str, Any] | None = None  # the last results, by their logged names
-        self._restored_step = -1  # the step whose result is that of an earlier start
+        self._restored_step = -1  # the step whose result an earlier start has made
         # The step whose evaluation was due, and abandoned by a signal.
         self._interrupted_step: int | None = None
 
@@ -312,7 +312,7 @@ class EvaluationHook(RunHook):
 
     def _report(self, step: int, results: Mapping[str, Any]) -> None:
         if self._restored_step != step:
-            # From here on, `results` has only those of this start.
+            # From here on, `results` has only results of this start.
             self.results.pop(self._restored_step, None)
         self.results[step] = results
         named = {f"{self.prefix}/{name}": value for name, value in results.items()}

@@ -146,20 +146,19 @@ class KeepBest(MetricReader):
         self._measured_on: dict[int, str] = {}  # step of a value → hash of the data
         # A checkpoint in the directory is in exactly one of these, by its step. All processes have
         # the same `values`, as these decide what is saved. Only the first process deletes, so the
-        # other two count there alone.
+        # other two matter only there.
         self.values: dict[int, float] = {}  # those that count: the best ones of the history so far
         # Step → the number of the run's save after which no restart needs it.
         self._superseded: dict[int, int] = {}
         self._lost_steps: set[int] = set()  # of a part of this run that is lost
-        # Of the steps in `values`: those of other runs, whose checkpoints are left to them.
+        # The steps in `values` of other runs, whose checkpoints are not deleted.
         self._foreign_steps = set[int]()
-        # Of the steps in `values`: those that this run has saved, in this start or an earlier one,
-        # and the number of the first save of the run that follows. It is 0 for an earlier start,
-        # whose checkpoints the run's own follow.
+        # The steps in `values` that this run has saved → the number of the first save of the run
+        # that follows; 0 for those of an earlier start, which the run's checkpoints already follow.
         self._own_saves: dict[int, int] = {}
         self._saved = _SavedPaths()
         self._failed: _FailedSave | None = None
-        self._saving_step: int | None = None  # that of the latest save, which may be in progress
+        self._saving_step: int | None = None  # of the latest save, which may be in progress
         self._saving_run_step = 0  # the step of the latest save of the run
 
     # Before the first step.
@@ -349,9 +348,9 @@ class KeepBest(MetricReader):
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> None:
         value = self._score(results)
         saver = self._saver or self._open()
-        self._wait(saver)  # its error would be that of the next save, of another step
+        self._wait(saver)  # otherwise the save of another step would raise its error
         if self._failed is not None:
-            return  # the iteration is not saved, and is made again
+            return  # the iteration is not saved, and will be repeated
         self._delete_superseded()
         was_saved = self._forget(step)
         contents = StateContents(state, params_only=True)
@@ -429,7 +428,7 @@ class KeepBest(MetricReader):
     def _prepare_run_save(self, step: int) -> None:
         """Called in the loop's thread before a save of the run.
 
-        That save waits for what is being saved now.
+        That save waits for the best checkpoint in progress.
         """
         self._saving_run_step = step
         self._delete_superseded()

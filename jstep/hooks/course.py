@@ -108,7 +108,7 @@ class Course:
         stopped_by: What ended the run: the name of the first hook that did, or of the loop.
         first: The step at which the loop begins.
         has_first: Whether it is known: not while the run looks for checkpoints.
-        has_begun: Whether the run has been `BETWEEN`: a batch was asked for, so that positions may
+        has_begun: Whether the run has been `BETWEEN`: a batch was requested, so that positions may
             have changed.
         iterations: The iterations that have begun, of a body that makes its batches.
         is_restored: Whether the run began from a checkpoint of its own.

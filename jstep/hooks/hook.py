@@ -186,8 +186,8 @@ _NAMES_ELSEWHERE = {
 hook."""
 
 _SIMILAR = 0.84
-"""The similarity from which on a name is taken for a misspelled method; that of `is_closed` and
-`closed`, which is no mistake, is 0.8."""
+"""The least similarity at which a name is taken for a misspelled method. `is_closed`, which is not
+one, has 0.8 with `closed`."""
 
 
 def check_spellings(

@@ -128,7 +128,7 @@ class Timetable:
 
     After each call it compares steps and reads clocks. `next_due` of a hook is called only after
     the hook was called, and to find where a call of several steps ends. If all processes must act
-    together, their seconds are those of process 0 (`AgreedClock`).
+    together, the clock of process 0 decides (`AgreedClock`).
 
     Args:
         next_stage_start: `next_stage_start(step)`: the step at which the next stage begins; None if
@@ -180,7 +180,7 @@ class Timetable:
     # After each call.
 
     def read_clocks(self, step: int) -> None:
-        """Note what is due by seconds.
+        """Note the hooks that are due by seconds.
 
         The clock of each hook is read again at its turn, as those before it may take long.
         """
@@ -227,7 +227,7 @@ class Timetable:
         return cadence.has_multiple(step) or any(entry.hook is hook for entry in self._savers)
 
     def plan_check(self, first: int) -> None:
-        """Plan the next check of the step, after that of the call that began at `first`."""
+        """Plan the next check of the step, after the check of the call that began at `first`."""
         next_stage = self._next_stage_start(first)
         self.next_check = NEVER if next_stage is None else next_stage
 

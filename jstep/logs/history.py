@@ -378,7 +378,7 @@ class History(ReportingHook):
     def _constants(self) -> Collection[str]:
         """Return the names of the metrics that never change.
 
-        A start without a step has those of an earlier one.
+        A start that runs no step uses the names of an earlier one.
         """
         return self._run.components.constant_metrics().keys() or self._saved_constants
 

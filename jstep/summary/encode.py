@@ -38,7 +38,7 @@ def encode(
 
     Args:
         summary: The summary, with its arrays.
-        last_step: The step of its last values; None if its first values are those of step 0.
+        last_step: The step of its last values; None if its first values are of step 0.
         wall_time: The time of the events.
     """
     parts = summary.parts

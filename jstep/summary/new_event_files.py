@@ -168,15 +168,15 @@ def marks_of_start(path: str, step: int, *, owns_directory: bool, is_new: bool) 
         names = filter(is_event_file, names_in(logdir))
     new_writer = Writer.parse(new_name)
     process = f".{socket.gethostname()}.{os.getpid()}."
-    writers: dict[str, Writer] = {}
+    earlier_names: set[str] = set()
     own_names: list[str] = []
     other_runs: list[str] = []
     strangers: list[str] = []
     for name in names:
         if name == new_name:
             continue
+        earlier_names.add(name)
         writer = Writer.parse(name)
-        writers[name] = writer
         is_in_place = owns_directory and writer.directory == new_writer.directory
         if writer.run is None:
             # The program itself may write here by another library or writer, and so may earlier
@@ -198,14 +198,14 @@ def marks_of_start(path: str, step: int, *, owns_directory: bool, is_new: bool) 
     if not own_names:
         return StartMarks(0)
     newest = max(own_names)
-    if max(writers) == newest:
+    if max(earlier_names) == newest:
         return StartMarks(_STARTS)
     mark = frame(event_bytes(step, time.time(), session_log=proto("SessionLog")(status="START")))
-    # The name sorts directly behind that of the newest own file, and so before those of the others.
+    # The name sorts directly behind the newest own file, and so before the files of others.
     marks_name = f"{newest}.again.{new_writer.directory}.{new_writer.run}"
     marks_path = join_path(logdir, marks_name)
     replace_file(marks_path, _first_record() + _STARTS * mark)
-    return StartMarks(0, () if marks_name in writers else (marks_path,))
+    return StartMarks(0, () if marks_name in earlier_names else (marks_path,))
 
 
 def remove_event_file(path: str) -> None:

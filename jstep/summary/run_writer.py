@@ -1,4 +1,4 @@
-"""The writer that hooks use: the one that was given, or that of the run's event file."""
+"""The writer that hooks use: the one that was given, or the writer of the run's event file."""
 
 from typing import Any
 

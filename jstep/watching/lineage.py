@@ -28,7 +28,7 @@ def find_lineage(
 
     Args:
         earlier: The valid starts before this one.
-        new_name: The name of the run if it is another one than that of the checkpoint.
+        new_name: The name of the run if it is not the run that saved the checkpoint.
     """
     directory = options.directory
     if directory is None or not earlier:

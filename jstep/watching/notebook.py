@@ -25,7 +25,7 @@ _CURVE_SECS = 2.0
 
 
 class ShownLines(logging.Handler):
-    """The newest log lines, but for those that the bar shows itself."""
+    """The newest log lines, except those that the bar shows itself."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -97,7 +97,7 @@ class NotebookBar:
         self.postfix = postfix
         self._details = details
         self._clock = clock
-        # The rate counts from here. `unpause` counts anew, so that compilation is not in it.
+        # The rate counts from here. `unpause` restarts it, so that it excludes compilation.
         self._first = initial
         self._began = clock()
         self._shown_at = float("-inf")

@@ -34,7 +34,7 @@ class ProcessRecorder(Observer):
         if where is None or index == 0 or not start_number:
             return
         prefix = run.options.prefix
-        # The file is replaced, but for the hashes of batches, with which a restart compares its
+        # The file is replaced, except the hashes of batches, with which a restart compares its
         # first one.
         earlier = None if not run.origin.is_restored else read_process(where, prefix, index)
         batches = {} if earlier is None else earlier["batches"]

@@ -54,7 +54,7 @@ class RecordNumbers:
         # For `read`, which the loop, the thread that writes the record, and savers call.
         self._lock = threading.Lock()
         # Metrics that were not ready when `read` looked at them. It does not take newer ones before
-        # it has read these: the newest are those of the latest call, and a loop that is ahead of
+        # it has read these: the newest are of the latest call, and a loop that is ahead of
         # the device would never find them ready.
         self._pending: dict[str, Any] | None = None
         # What is recorded. Both are replaced, not changed, so that they may be read without the

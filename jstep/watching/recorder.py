@@ -1,6 +1,6 @@
 """The observer that records a start in its own file.
 
-Besides the loop, three kinds of threads use it: one writes the file every second, those of savers
+Besides the loop, three kinds of threads use it: one writes the file every second, savers' threads
 call `flush`, and one describes the start and each of its programs.
 """
 
@@ -322,7 +322,7 @@ class Recorder(Observer):
         self._compare_once()
 
     def _compare_once(self, *, is_idle: bool = False) -> None:
-        """Report what has changed, once the first program is known, or that there is none."""
+        """Report changes, once the first program is known, or it is known that there is none."""
         saved_past = self._saved_past
         self._saved_past = None
         if saved_past is not None:

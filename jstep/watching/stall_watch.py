@@ -443,7 +443,7 @@ class StallWatch(Observer):
         return []
 
     def _fields(self, wait: Wait, *, stall: bool = True) -> dict[str, Any]:
-        """Return the fields of the file of this process, but for those that tell whose it is."""
+        """Return the fields of the file of this process, except the identity of the process."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         stacks: dict[str, list[str]] = {}
         for ident, frame in sys._current_frames().items():

@@ -1,6 +1,6 @@
 """The setup of a start: what it was given and what it compiled, as JSON without secrets.
 
-Starts and runs are compared by it. It is written once, in the file `*.card.json` beside that of the
+Starts and runs are compared by it. It is written to the file `*.card.json`, beside the file of the
 start, and again with each program that is compiled.
 """
 
@@ -247,7 +247,7 @@ def _results_with_bits(state: Tree, metrics: Any, *others: object) -> list[bool]
 
 
 def _hashes_of_parts(closed: Any) -> dict[str, str]:
-    """Return a hash of the operations of loss and gradients, and one of those of the update.
+    """Return a hash of the operations of loss and gradients, and a hash of the update's.
 
     It is {} if they cannot be separated: in a step with two updates, with a loss after the update,
     or with an update in a branch. Hashes of such parts could hide a change.
@@ -271,8 +271,7 @@ def _hashes_of_parts(closed: Any) -> dict[str, str]:
     ):
         return {}
     results = variables(jaxpr.outvars)
-    # In the order of their use, which is that of the program; a set would have another in each
-    # process.
+    # In the order of their use in the program; a set would have another order in each process.
     update_inputs = [
         var for var in dict.fromkeys(_inputs_of(update_eqns)) if var not in update_results
     ]
