@@ -191,10 +191,10 @@ def _content_of(
 
 def _keys(body: "_Body", shared_bytes: Sequence[int], own_bytes: Sequence[int]) -> Iterator[bytes]:
     key = b""
-    for shared, own in zip(shared_bytes, own_bytes, strict=True):
-        if shared > len(key):
+    for shared_length, own_length in zip(shared_bytes, own_bytes, strict=True):
+        if shared_length > len(key):
             raise UntrustedError("a key shares more bytes with the one before than that has")
-        key = key[:shared] + body.take(own)
+        key = key[:shared_length] + body.take(own_length)
         yield key
 
 
