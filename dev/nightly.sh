@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs everything, quick and thorough: with the newest versions, most of it with the lowest ones, and much of it with
-# XLA's default optimization level; 20 000 steps with all features, the scripts for accelerators on CPUs, XLA's
+# Runs everything, quick and thorough: with the newest versions, much of it there with XLA's default optimization level,
+# and most of it with the lowest ones; 20 000 steps with all features, the scripts for accelerators on CPUs, XLA's
 # compilers for TPUs and GPUs, torch, Keras and the others that tests compare with, Ray, and SLURM if it is installed.
 #
 #   dev/nightly.sh [pytest arguments]
@@ -19,7 +19,8 @@ mkdir -p "$logs"
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 results=()
 code=0
-done_file=$logs/passed-$(git rev-parse --short HEAD 2> /dev/null || echo here)
+commit=$(git rev-parse --short HEAD 2> /dev/null || echo here)
+done_file=$logs/passed-$commit
 [ -n "${CONTINUE:-}" ] || rm -f "$done_file"
 touch "$done_file"
 
@@ -29,10 +30,14 @@ if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null && ! command -v chromium
         > /dev/null 2>&1 || echo "no browser could be installed: its tests will be skipped"
 fi
 
+is_asked() { # name
+    case " ${STEPS:-$1} " in *" $1 "*) ;; *) return 1 ;; esac
+}
+
 step() { # name, command …
     local name=$1 begin=$SECONDS result=passed
     shift
-    case " ${STEPS:-$name} " in *" $name "*) ;; *) results+=("$(printf '%-12s not run' "$name")") && return ;; esac
+    is_asked "$name" || { results+=("$(printf '%-12s not run' "$name")") && return; }
     if before=$(grep "^$name " "$done_file"); then
         results+=("$before  (before)")
         return
@@ -48,14 +53,29 @@ step() { # name, command …
     [ "$result" = FAILED ] || printf '%s\n' "${results[-1]}" >> "$done_file"
 }
 
-# Compiling with optimizations takes more than twice as long, so only tests run whose numbers it may change: in the rooms
-# below, and of thorough tests in the first four.
+# The rooms whose numbers XLA's optimizations may change: `optimized` runs all tests of the first and the quick ones of the
+# others, and not more, because compiling with optimizations takes more than twice as long.
+optimized_rooms=(tests/core tests/differentiate tests/optimizers tests/training)
+optimized_when_quick=(tests/composition tests/data tests/evaluating tests/hooks tests/logs tests/metering tests/metrics
+    tests/queues tests/schedules tests/sharding tests/slots tests/state tests/summary)
+
+# Not the tests that `optimized` runs afterwards with the same versions. They run with the lower optimization level, too:
+# quick ones in README's command, and in `lowest` all but repetitions.
+newest() { # pytest arguments
+    local left_out=()
+    if is_asked optimized && ! grep -q '^optimized ' "$done_file"; then
+        left_out=("${optimized_rooms[@]/#/--ignore=}" "${optimized_when_quick[@]/#/--thorough-only=}")
+        echo "The step optimized runs what is left out here: ${left_out[*]}"
+    fi
+    env -u PYTHON PYTHONPATH=dev dev/versions.sh newest -p nightly_tests -m "" "${left_out[@]}" "$@"
+}
+
 optimized() { # pytest arguments
-    local thorough=(tests/core tests/differentiate tests/optimizers tests/training)
-    local quick=("${thorough[@]}" tests/composition tests/data tests/evaluating tests/hooks tests/logs tests/metering
-        tests/metrics tests/queues tests/schedules tests/sharding tests/slots tests/state tests/summary)
-    env XLA_FLAGS= PYTHONPATH=dev "$python" -m pytest -p costs -n 2 --costs="$logs/costs.json" "${quick[@]}" "$@" &&
-        env XLA_FLAGS= "$python" -m pytest -n 2 -m thorough "${thorough[@]}" "$@"
+    local newest=.venv-newest/bin/python
+    [ -x "$newest" ] || newest=$python
+    "$newest" -c 'import jax, sys; print("Python", sys.version.split()[0], "jax", jax.__version__)'
+    env XLA_FLAGS= PYTHONPATH=dev "$newest" -m pytest -p costs -p nightly_tests -n 2 -m "" --costs="$logs/costs.json" \
+        "${optimized_rooms[@]}" "${optimized_when_quick[@]}" "${optimized_when_quick[@]/#/--quick-only=}" "$@"
 }
 
 # Not the thorough tests that repeat one assertion: cases of a test whose other cases are quick (5,000 of 6,800), and
@@ -82,7 +102,7 @@ workflows() {
 
 step benchmarks env PYTHONPATH=. "$python" benchmarks/check.py # first, while nothing else has begun
 step tools "$python" -m pytest -m "" dev/tests benchmarks/tests
-step newest env -u PYTHON dev/versions.sh newest -m "" "$@"
+step newest newest "$@"
 step lowest lowest "$@"
 step optimized optimized "$@"
 step soak env PYTHONPATH=. "$python" dev/soak.py

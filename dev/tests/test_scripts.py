@@ -42,11 +42,11 @@ def test_scripts_parse() -> None:
 
 
 def nightly(
-    directory: Path, failing: str = "", steps: str = ""
+    directory: Path, failing: str = "", steps: str = "", **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the nightly script with stubs in place of its steps, one of which fails."""
     for folder in ("dev", "benchmarks"):
-        (directory / folder).mkdir()
+        (directory / folder).mkdir(exist_ok=True)
     shutil.copy(DEV / "nightly.sh", directory / "dev")
     stubs = {
         "dev/versions.sh": f'[ "$1" != "{failing}" ]',
@@ -65,17 +65,17 @@ def nightly(
         "*pip*) step=pip ;; *) step=optimized ;; esac; "
         f'[ "$step" != "{failing}" ]',
     }
-    (directory / ".venv-lowest/bin").mkdir(parents=True)
+    (directory / ".venv-lowest/bin").mkdir(parents=True, exist_ok=True)
     for path, command in stubs.items():
         (directory / path).write_text(
-            "#!/bin/sh\necho flags=$XLA_FLAGS. python=$PYTHON.; "
+            '#!/bin/sh\necho flags=$XLA_FLAGS. python=$PYTHON. "$0 $@"; '
             f"echo '7 passed in 1.00s'\n{command}\n"
         )
         (directory / path).chmod(0o755)
     environment = {
         name: value for name, value in os.environ.items() if name not in ("STEPS", "NIGHTLY_LOGS")
     }
-    environment |= {"PYTHON": str(directory / "python"), "XLA_FLAGS": "--some"}
+    environment |= {"PYTHON": str(directory / "python"), "XLA_FLAGS": "--some"} | variables
     environment["PATH"] = f"{directory}:{environment['PATH']}"
     if steps:
         environment["STEPS"] = steps
@@ -171,6 +171,36 @@ def test_the_newest_versions_are_those_for_the_newest_python(
 def test_the_nightly_script_asks_for_the_newest_python(tmp_path: Path) -> None:
     nightly(tmp_path, steps="newest")
     assert "python=." in (tmp_path / ".nightly/newest.log").read_text()
+
+
+def test_newest_and_optimized_share_the_tests_with_the_newest_versions(tmp_path: Path) -> None:
+    """What one of the two steps leaves out, the other one runs with the same versions."""
+    python = tmp_path / ".venv-newest/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "newest: $@"\n')
+    python.chmod(0o755)
+    newest_log = tmp_path / ".nightly/newest.log"
+    optimized_log = tmp_path / ".nightly/optimized.log"
+
+    def words(log: Path, option: str) -> set[str]:
+        last_line = [line for line in log.read_text().splitlines() if " -m " in line][-1]
+        found = [word for word in last_line.split() if word.startswith(option)]
+        return {word.removeprefix(option) for word in found}
+
+    nightly(tmp_path, steps="newest optimized")
+    assert optimized_log.read_text().splitlines()[-1].startswith("newest: -m pytest ")
+    folders = {f"tests/{folder}" for folder in words(optimized_log, "tests/")}
+    run_when_quick = words(optimized_log, "--quick-only=")
+    assert words(newest_log, "--ignore=") == folders - run_when_quick
+    assert words(newest_log, "--thorough-only=") == run_when_quick
+    assert all((ROOT / folder).is_dir() for folder in folders)
+
+    # Nothing is left out if no run of the step follows.
+    nightly(tmp_path, steps="newest")
+    assert not words(newest_log, "--ignore=") | words(newest_log, "--thorough-only=")
+    nightly(tmp_path, steps="optimized")
+    nightly(tmp_path, steps="newest optimized", CONTINUE="1")
+    assert not words(newest_log, "--ignore=") | words(newest_log, "--thorough-only=")
 
 
 def test_slurm_is_skipped_if_it_is_not_installed(tmp_path: Path) -> None:
