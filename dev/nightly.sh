@@ -21,7 +21,8 @@ results=()
 code=0
 commit=$(git rev-parse --short HEAD 2> /dev/null || echo here)
 done_file=$logs/passed-$commit
-[ -n "${CONTINUE:-}" ] || rm -f "$done_file"
+skipped=$logs/skipped-$commit # and a name: of the tests that this step skipped, for `peers`
+[ -n "${CONTINUE:-}" ] || rm -f "$done_file" "$skipped"-*
 touch "$done_file"
 
 # The tests of TensorBoard's pages need a browser and are skipped without one.
@@ -67,7 +68,8 @@ newest() { # pytest arguments
         left_out=("${optimized_rooms[@]/#/--ignore=}" "${optimized_when_quick[@]/#/--thorough-only=}")
         echo "The step optimized runs what is left out here: ${left_out[*]}"
     fi
-    env -u PYTHON PYTHONPATH=dev dev/versions.sh newest -p nightly_tests -m "" "${left_out[@]}" "$@"
+    env -u PYTHON PYTHONPATH=dev dev/versions.sh newest -p nightly_tests -m "" --write-skipped="$skipped-newest" \
+        "${left_out[@]}" "$@"
 }
 
 optimized() { # pytest arguments
@@ -75,7 +77,8 @@ optimized() { # pytest arguments
     [ -x "$newest" ] || newest=$python
     "$newest" -c 'import jax, sys; print("Python", sys.version.split()[0], "jax", jax.__version__)'
     env XLA_FLAGS= PYTHONPATH=dev "$newest" -m pytest -p costs -p nightly_tests -n 2 -m "" --costs="$logs/costs.json" \
-        "${optimized_rooms[@]}" "${optimized_when_quick[@]}" "${optimized_when_quick[@]/#/--quick-only=}" "$@"
+        --write-skipped="$skipped-optimized" "${optimized_rooms[@]}" "${optimized_when_quick[@]}" \
+        "${optimized_when_quick[@]/#/--quick-only=}" "$@"
 }
 
 # Not the thorough tests that repeat one assertion: cases of a test whose other cases are quick (5,000 of 6,800), and
@@ -86,6 +89,17 @@ lowest() { # pytest arguments
     local left_out=(--ignore=tests/sharding --ignore=tests/docs --ignore=tests/examples)
     env PYTHON="$python" dev/versions.sh lowest "$@" &&
         .venv-lowest/bin/python -m pytest -n 2 -m "thorough and not repetition" "${left_out[@]}" "$@"
+}
+
+# Only the tests that both steps with the newest versions have skipped for want of a package, if both have come to their
+# end for this commit; their other tests need nothing that is not there.
+peers() { # pytest arguments
+    local list=
+    if [ -e "$skipped-newest" ] && [ -e "$skipped-optimized" ]; then
+        list=$skipped-both
+        cat "$skipped-newest" "$skipped-optimized" > "$list"
+    fi
+    env PYTHON="$python" SKIPPED="$list" dev/peers.sh "$@"
 }
 
 types() {
@@ -111,7 +125,7 @@ step accelerator env PYTHON="$python" benchmarks/accelerator.sh --quick --out "$
 step types types
 step workflows workflows
 step compilers dev/compilers.sh "$@"
-step peers env PYTHON="$python" dev/peers.sh "$@"
+step peers peers "$@"
 step launchers env PYTHON="$python" dev/launchers.sh "$@"
 if [ -x dev/slurm.sh ] && command -v sbatch > /dev/null; then
     step slurm env PYTHON="$python" dev/slurm.sh

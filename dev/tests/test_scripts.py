@@ -68,7 +68,7 @@ def nightly(
     (directory / ".venv-lowest/bin").mkdir(parents=True, exist_ok=True)
     for path, command in stubs.items():
         (directory / path).write_text(
-            '#!/bin/sh\necho flags=$XLA_FLAGS. python=$PYTHON. "$0 $@"; '
+            '#!/bin/sh\necho flags=$XLA_FLAGS. python=$PYTHON. skipped=$SKIPPED. "$0 $@"; '
             f"echo '7 passed in 1.00s'\n{command}\n"
         )
         (directory / path).chmod(0o755)
@@ -94,32 +94,70 @@ def test_the_nightly_script_reports_each_step(tmp_path: Path, failing: str) -> N
     assert "flags=. " in (tmp_path / ".nightly/optimized.log").read_text()
 
 
+def peers(directory: Path, written: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the script of the peers with a stub for pytest, which skips the tests of these lines."""
+    for folder in ("dev", "tests", ".peers/bin"):
+        (directory / folder).mkdir(parents=True)
+    shutil.copy(DEV / "peers.sh", directory / "dev")
+    (directory / "tests/test_a.py").write_text('torch = pytest.importorskip("torch")')
+    (directory / "tests/test_b.py").write_text("")
+    (directory / "written").write_text(written)
+    for name, command in {
+        "pip": "",
+        "uv": "",
+        "python": 'echo "$@"\ncp written .peers/skipped',
+    }.items():
+        (directory / ".peers/bin" / name).write_text(f"#!/bin/sh\n{command}\n")
+        (directory / ".peers/bin" / name).chmod(0o755)
+    return subprocess.run(
+        [directory / "dev/peers.sh", "-x"],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "code"),
     [
-        ("SKIPPED [1] tests/a/test_a.py:3: could not import 'torch': No module named 'torch'", 1),
-        ("SKIPPED [2] tests/a/test_a.py:3: needs keras", 1),
-        ("SKIPPED [1] tests/a/test_a.py:3: libtpu is not installed: pip install 'jstep[tpu]'", 0),
-        ("7 passed in 1.00s", 0),
+        ("could not import 'torch': No module named 'torch'\ttests/a/test_a.py\n", 1),
+        ("needs keras\ttests/a/test_a.py::test_compiler[x]\n", 1),
+        ("libtpu is not installed: pip install 'jstep[tpu]'\ttests/a/test_a.py::test_a\n", 0),
+        ("a combination that does not exist\ttests/a/test_a.py::test_needs it\n", 0),
+        ("", 0),
     ],
 )
 def test_tests_that_need_packages_may_not_be_skipped_by_night(
     tmp_path: Path, line: str, code: int
 ) -> None:
-    for folder in ("dev", "tests"):
-        (tmp_path / folder).mkdir()
-    shutil.copy(DEV / "peers.sh", tmp_path / "dev")
-    (tmp_path / "tests/test_a.py").write_text('torch = pytest.importorskip("torch")')
-    (tmp_path / "tests/test_b.py").write_text("")
-    (tmp_path / ".peers/bin").mkdir(parents=True)
-    for name, command in {"pip": "", "uv": "", "python": f'echo "$@"\necho "{line}"'}.items():
-        (tmp_path / ".peers/bin" / name).write_text(f"#!/bin/sh\n{command}\n")
-        (tmp_path / ".peers/bin" / name).chmod(0o755)
-    done = subprocess.run(
-        [tmp_path / "dev/peers.sh", "-x"], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = peers(tmp_path, line, SKIPPED="")
     assert done.returncode == code, done.stderr
-    assert "-m  -rs tests/test_a.py -x\n" in done.stdout
+    assert " -rs tests/test_a.py -x\n" in done.stdout
+
+
+def test_with_a_list_only_the_tests_run_that_were_skipped_for_want_of_a_package(
+    tmp_path: Path,
+) -> None:
+    skipped = tmp_path / "skipped"
+    skipped.write_text(
+        "could not import 'torch': No module named 'torch'\ttests/c/test_c.py\n"
+        "needs keras\ttests/b/test_b.py::test_b[a b-<lambda>::]\n"
+        "datasets is not installed\ttests/b/test_b.py::test_b[1]\n"
+        "an older JAX\ttests/b/test_b.py::test_other\n"
+        "ray is not installed\ttests/examples/test_launchers.py::test_ray\n"
+    )
+    done = peers(tmp_path, "", SKIPPED=str(skipped))
+    assert done.returncode == 0, done.stderr
+    assert " --only-ids=.peers/ids tests/b/test_b.py tests/c/test_c.py -x\n" in done.stdout, (
+        done.stdout
+    )
+    assert (tmp_path / ".peers/ids").read_text().splitlines() == [
+        "tests/b/test_b.py::test_b[1]",
+        "tests/b/test_b.py::test_b[a b-<lambda>::]",
+        "tests/c/test_c.py",
+    ]
 
 
 def test_the_nightly_script_runs_in_parts(tmp_path: Path) -> None:
@@ -201,6 +239,23 @@ def test_newest_and_optimized_share_the_tests_with_the_newest_versions(tmp_path:
     nightly(tmp_path, steps="optimized")
     nightly(tmp_path, steps="newest optimized", CONTINUE="1")
     assert not words(newest_log, "--ignore=") | words(newest_log, "--thorough-only=")
+
+
+def test_peers_gets_a_list_if_both_steps_with_the_newest_versions_have_written_one(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / ".nightly/peers.log"
+    for steps in ("newest peers", "optimized peers"):
+        nightly(tmp_path, steps=steps, CONTINUE="1")
+        assert "skipped=." in log.read_text()
+        (tmp_path / ".nightly/passed-here").unlink()
+    for name in ("newest", "optimized"):
+        (tmp_path / f".nightly/skipped-here-{name}").write_text(f"{name}\n")
+    nightly(tmp_path, steps="peers", CONTINUE="1")
+    assert "skipped=.nightly/skipped-here-both." in log.read_text()
+    assert (tmp_path / ".nightly/skipped-here-both").read_text() == "newest\noptimized\n"
+    nightly(tmp_path, steps="peers")
+    assert "skipped=." in log.read_text()
 
 
 def test_slurm_is_skipped_if_it_is_not_installed(tmp_path: Path) -> None:

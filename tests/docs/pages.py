@@ -33,6 +33,10 @@ NEEDS = re.compile(r"<!-- needs: ([\w, ]+) -->")
 BLOCK_NEEDS = re.compile(r"<!-- block needs: ([\w, ]+) -->\s*\Z")
 
 
+LEFT_OUT: list[str] = []
+"""The packages for want of which blocks were left out, since `conftest.py` has reported them."""
+
+
 class Block(NamedTuple):
     """A Python code block of a page, without the indentation of tabs and lists.
 
@@ -107,7 +111,9 @@ def run_page(page, change=str, section=None, more="", wrong=None):
         # Keras 3.15 uses NumPy functions that are now deprecated.
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"keras\.")
         for block in blocks_of(page, section):
-            if all(importlib.util.find_spec(module) for module in block.needs):
+            missing = [name for name in block.needs if importlib.util.find_spec(name) is None]
+            LEFT_OUT.extend(missing)
+            if not missing:
                 program = compile("\n" * block.line + change(block.code), str(page), "exec")
                 if wrong is None:
                     exec(program, names)
