@@ -4,6 +4,7 @@ import fcntl
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -209,6 +210,20 @@ def test_the_newest_versions_are_those_for_the_newest_python(
 def test_the_nightly_script_asks_for_the_newest_python(tmp_path: Path) -> None:
     nightly(tmp_path, steps="newest")
     assert "python=." in (tmp_path / ".nightly/newest.log").read_text()
+
+
+def test_the_nightly_script_judges_the_benchmarks_of_the_page_and_a_release_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from bounds import BOUNDS
+    from report import NOT_SHOWN
+
+    shown = re.findall(r"check\.py(.*)", (DEV / "nightly.sh").read_text())
+    others = re.findall(r"`benchmarks/check\.py( --.*?)`", (DEV / "README.md").read_text())
+    for found, wanted in ((shown, BOUNDS.keys() - NOT_SHOWN), (others, BOUNDS.keys() & NOT_SHOWN)):
+        (words,) = found
+        assert words.split() == [word for name in sorted(wanted) for word in ("--only", name)]
 
 
 def test_newest_and_optimized_share_the_tests_with_the_newest_versions(tmp_path: Path) -> None:
