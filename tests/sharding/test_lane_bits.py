@@ -3,6 +3,7 @@
 Runs are in another process, with XLA's default optimizations; see `lane_runs.py`.
 """
 
+import functools
 import json
 
 import pytest
@@ -100,11 +101,23 @@ def test_wrappers_and_foreign_optimizers(name):
     )
 
 
+@functools.lru_cache(maxsize=1)
+def digests_of_optimizers(names):
+    cases = [
+        {"optimizer": f"table/{name}", "steps": 3, "places": ["none", "fsdp:8"]} for name in names
+    ]
+    return dict(zip(names, digests(*cases, timeout=900), strict=True))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", TABLE)
 def test_every_optimizer(name):
     """FSDP on eight devices against one device."""
-    assert_equal({"optimizer": f"table/{name}", "steps": 3, "places": ["none", "fsdp:8"]})
+    # Five in one process, whose start takes as long as an optimizer: JAX, models and their data.
+    names = list(TABLE)
+    begin = names.index(name) // 5 * 5
+    found = digests_of_optimizers(tuple(names[begin : begin + 5]))[name]
+    assert not differing(found), name
 
 
 @pytest.mark.thorough
