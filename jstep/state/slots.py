@@ -283,9 +283,8 @@ def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], 
             f"name={name!r}: the state has several such slots, {sorted(matches)}; give a full name"
         )
     if not matches:
-        raise ValueError(
-            f"name={name!r}: the state has no such "
-            f"slot{trees.suggest_names(str(name), belonging)}; it has "
-            f"{sorted(belonging)}. {hint}"
-        )
+        problem = f"the state has no such slot{trees.suggest_names(str(name), belonging)}"
+        if belonging:
+            problem = f"{problem}; it has {sorted(belonging)}"
+        raise ValueError(f"name={name!r}: {problem}. {hint}")
     return matches[0]
