@@ -281,12 +281,39 @@ class _Group(NamedTuple):
 def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Tree) -> Iterator[tuple[Any, ...]]:
     """Yield global arrays of the rows of all processes, until all batches have ended.
 
-    The processes may have different numbers of rows, and exchange them before they place a batch.
-    An exchange waits until the devices have computed all batches before it, so the numbers of
-    several batches are exchanged at once. The groups grow, so that the first batch need not wait
-    for others, and `_GROUP_BYTES` limits what a process holds.
+    The processes may have different numbers of batches, and of rows in them.
     """
     last: tuple[Any, ...] | None = None
+    for args, counts in _with_counts(batches):
+        if (counts == _ENDED).all():
+            return
+        if args is None:
+            if last is None:
+                raise ValueError(
+                    "batches: this process has no batch, and others have; give each process a part"
+                )
+            args = jax.tree.map(lambda leaf: leaf[:0] if np.ndim(leaf) else leaf, last)
+        elif last is None and (counts == _ENDED).any():
+            raise ValueError(
+                "batches: another process has no batch at all; give each process a part"
+            )
+        last = args
+        SignsOfLife.evaluation_batches += 1
+        if not (counts == _GLOBAL).any():
+            with internal_transfers():
+                args = _map_leaves(functools.partial(_global, counts), args, shardings)
+        yield args
+
+
+def _with_counts(
+    batches: Iterator[tuple[Any, ...]],
+) -> Iterator[tuple[tuple[Any, ...] | None, np.ndarray[Any, Any]]]:
+    """Yield each batch with its numbers of rows on all processes; None once they have ended here.
+
+    It does not end by itself. An exchange waits until the devices have computed all batches before
+    it, so the numbers of several batches are exchanged at once. The groups grow, so that the first
+    batch need not wait for others, and `_GROUP_BYTES` limits what a process holds.
+    """
     size = 1
     while True:
         group = _fetch_group(batches, size)
@@ -299,28 +326,7 @@ def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Tree) -> Iterat
                 "batches: another process failed while it fetched a batch to evaluate; "
                 "see its error"
             )
-        for i in range(size):
-            counts_of_batch = counts[:, i]
-            if (counts_of_batch == _ENDED).all():
-                return
-            if i < len(group.batches):
-                args = group.batches[i]
-                if last is None and (counts_of_batch == _ENDED).any():
-                    raise ValueError(
-                        "batches: another process has no batch at all; give each process a part"
-                    )
-            elif last is not None:
-                args = jax.tree.map(lambda leaf: leaf[:0] if np.ndim(leaf) else leaf, last)
-            else:
-                raise ValueError(
-                    "batches: this process has no batch, and others have; give each process a part"
-                )
-            last = args
-            SignsOfLife.evaluation_batches += 1
-            if not (counts_of_batch == _GLOBAL).any():
-                with internal_transfers():
-                    args = _map_leaves(functools.partial(_global, counts_of_batch), args, shardings)
-            yield args
+        yield from itertools.zip_longest(group.batches, counts.T)
         largest = max(nbytes for nbytes, *_ in exchanged)
         size = min(2 * size, _MAX_GROUP, max(_GROUP_BYTES // max(largest, 1), 1))
 
