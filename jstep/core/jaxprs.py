@@ -648,9 +648,11 @@ def factorization_flops(eqn: Any) -> dict[str, float]:
         return {name: 8.0 * math.prod(eqn.invars[-1].aval.shape)}
     aval = eqn.invars[0].aval
     batch = math.prod(aval.shape[:-2])
-    n, m = 1, aval.shape[0]
     if aval.ndim > 1:
         n, m = sorted(aval.shape[-2:])
+    else:
+        n = 1
+        m = aval.shape[0]
     qr = 2 * m * n**2 - 2 / 3 * n**3
     svd = 2 * m * n**2 + 2 * n**3
     if eqn.params.get("compute_uv", True):

@@ -227,7 +227,8 @@ def steps_with(plan: RowPlan, source: int, row: int, steps: range) -> Iterator[i
     def earlier_rows(step: int) -> int:
         return plan.counts_at(plan.sizes.rows_before(step))[source]
 
-    first, stop = earlier_rows(steps[0]), earlier_rows(steps[-1] + 1)
+    first = earlier_rows(steps[0])
+    stop = earlier_rows(steps[-1] + 1)
     for position in _positions(plan, source, row, first, stop):
         yield steps[0] - 1 + bisect.bisect_right(steps, position, key=earlier_rows)
 
