@@ -166,8 +166,8 @@ def _checked_stall(stall: Any) -> dict[str, Any]:
 def find_waited_for(stalls: Sequence[Fields]) -> list[Fields]:
     """Return the stalls that others wait for.
 
-    These are the ones that do not themselves wait for other processes. If none does, they are the
-    ones with an unusual reason.
+    These are the ones that do not themselves wait for other processes. If all of them do, they are
+    the ones with an unusual reason.
     """
     blocking = [stall for stall in stalls if stall["kind"] not in (CALL, AGREEMENT)]
     if len(blocking) < len(stalls):
@@ -334,12 +334,14 @@ class StallFiles:
         # Only the first process that has a file reads and reports all files: if each did, there
         # would be n² reads. The others list the names, in one request.
         pattern = re.compile(rf"{re.escape(self._prefix)}\.([0-9]+)\.json")
-        self.is_reported_elsewhere = False
+        is_reported_elsewhere = False
         for name in _names(self._folder):
             match = pattern.fullmatch(name)
             if match is not None and int(match[1]) < self._process:
-                self.is_reported_elsewhere = True
-        if self.is_reported_elsewhere:
+                is_reported_elsewhere = True
+        # Not before it is known: the thread of the watch reads it meanwhile.
+        self.is_reported_elsewhere = is_reported_elsewhere
+        if is_reported_elsewhere:
             self.others = []
             return
         stalls, _ = read_stalls(self._where, self._prefix)
