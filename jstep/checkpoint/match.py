@@ -206,7 +206,7 @@ class _LeafMatcher:
         # Without roles, nothing says which leaves of the target are halves.
         if self._has_roles and isinstance(source, Leaf):
             is_in_halves = source.half is not None or i in self._target.halves
-            if is_in_halves and self._has_other_half(i, source):
+            if is_in_halves and self._do_halves_differ(i, source):
                 self.has_other_format = True
         if self.renamed or self._averages:
             average = self._find_average(i, name)
@@ -262,7 +262,7 @@ class _LeafMatcher:
             return None
         return average
 
-    def _has_other_half(self, i: int, record: Leaf) -> bool:
+    def _do_halves_differ(self, i: int, record: Leaf) -> bool:
         """Return whether only one side stores a leaf in halves, or both do, in other blocks."""
         half = self._target.halves.get(i)
         saved_half = leaf_records.other_half(record, self._arrays)
@@ -292,9 +292,9 @@ def _average_by_names(keys: Keys, dtype: Any, source: Leaf | None) -> Leaf | Non
     """
     if source is None or source.keys[0] != SLOTS or keys[0] != PARAMS:
         return None
-    if source.key_impl is not None or not trees.is_floating(jnp.dtype(source.dtype)):
+    if source.key_impl is not None or not trees.is_floating(dtype):
         return None
-    return source if trees.is_floating(dtype) else None
+    return source if trees.is_floating(jnp.dtype(source.dtype)) else None
 
 
 def _plan_copies(target: StateLeaves, leaves: Sequence[WantedLeaf]) -> dict[int, LeafCopy]:

@@ -216,10 +216,10 @@ class Evaluator:
     def _evaluated(self, state: TrainState) -> "Evaluated":
         arguments = {}
         for prefix, averages in _settings_by_prefix(self.use_averages).items():
-            values: tuple[Any, ...] = (_params_of(state, averages),)
+            model_state: tuple[Any, ...] = ()
             if self.has_model_state:
-                values += (_model_state_of(state, averages, self.warn_once),)
-            arguments[prefix] = values
+                model_state = (_model_state_of(state, averages, self.warn_once),)
+            arguments[prefix] = (_params_of(state, averages), *model_state)
         return arguments
 
     def _check_state(self, state: TrainState) -> None:

@@ -319,13 +319,12 @@ class HookRunner:
         return self._timed(HookCall(hook, method), getattr(hook, method), *args)
 
     def _timed(self, call: HookCall, fn: Callable[..., Any], *args: Any) -> Any:
+        phase = phase_of(call.hook)
+        if phase == STEPPING:  # it measures its own time
+            return self._course.call_hook(call, fn, *args)
         watch = self._run.watch
         began = watch.clock()
-        phase = phase_of(call.hook)
-        timing: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if phase != STEPPING:
-            timing = watch.phase(phase)
-        with timing:
+        with watch.phase(phase):
             result = self._course.call_hook(call, fn, *args)
         self._record(call, began)
         return result

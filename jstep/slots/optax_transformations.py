@@ -163,8 +163,8 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         absent = [g is None for g in gradients]
         make_extra = functools.partial(_extra_arguments, context, params)
         results = None
-        trainable = map(trees.is_trainable, leaves)
-        if any(g is None and can_train for g, can_train in zip(gradients, trainable, strict=True)):
+        pairs = zip(absent, leaves, strict=True)
+        if any(is_absent and trees.is_trainable(leaf) for is_absent, leaf in pairs):
             # Optax must not see a leaf without a gradient: L-BFGS compares parameters with the
             # previous ones, which are kept. But a mask that is a tree needs all leaves.
             with contextlib.suppress(Exception):

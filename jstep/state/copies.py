@@ -93,8 +93,8 @@ def _set(leaf: object, old: Any, path: str, slots: Slots, roles: Roles) -> tuple
                 new[name], new[half] = compact_numbers.split_halves(value.astype(jnp.float32))
             else:
                 new[name] = value.astype(slots[name].dtype)
-    new = {name: _place_copy(value, slots[name]) for name, value in new.items()}
-    return _place_copy(stored, old), new
+    placed = _place_copy(stored, old)
+    return placed, {name: _place_copy(value, slots[name]) for name, value in new.items()}
 
 
 def _as_old_type(leaf: object, old: Any, path: str, precise: list[Any]) -> Any:

@@ -50,11 +50,7 @@ def scalar(tags: object, values: object, collections: Sequence[str] | None = DEF
     Source: TensorFlow's `scalar_summary`.
     """
     values = native(values, "", "values")
-    parts: tuple[Scalars, ...]
-    if isinstance(tags, str):
-        parts = (_single(tags, values),)
-    else:
-        parts = _several(tags, values)
+    parts = (_single(tags, values),) if isinstance(tags, str) else _several(tags, values)
     for part in parts:
         register(part, collections)
     return Summary(parts)
@@ -98,13 +94,9 @@ def _as_numbers(value: Any, tag: str, shape: tuple[int, ...]) -> Any:
     value_shape = () if is_python_number else np.shape(value)
     if isinstance(value, list | tuple) or value_shape != shape:
         raise _shape_error(tag, shape, value_shape)
-    if is_array(value):
-        is_real = _is_real(value.dtype)
-        what = str(value.dtype)
-    else:
-        is_real = is_python_number
-        what = f"{type(value).__name__} {value!r}"
+    is_real = _is_real(value.dtype) if is_array(value) else is_python_number
     if not is_real:
+        what = value.dtype if is_array(value) else f"{type(value).__name__} {value!r}"
         raise TypeError(f"scalar {tag!r}: values must be real numbers, not {what}")
     return keep(value)
 
@@ -134,8 +126,7 @@ def zero_fraction(value: object) -> Array:
 
     Source: TensorFlow's `tf.nn.zero_fraction`.
     """
-    array = value if isinstance(value, jax.Array) else np.asarray(value)
-    dtype = array.dtype
+    dtype = value.dtype if isinstance(value, jax.Array) else np.asarray(value).dtype
     if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype.kind in "OSUMm":
         raise TypeError(
             f"value={format_value(value)}: must be an array of numbers, got {describe_type(value)}"
