@@ -257,9 +257,10 @@ class ArrayReader:
         placed: dict[str, Any] = {}
         buffers = _Buffers()
         kinds = self.kinds(shardings)
-        wanted: dict[str, Sequence[ShardBounds]] = {}
-        for name, sharding in shardings.items():
-            wanted[name] = boxes_of(local_parts(kinds[name].shape, sharding))
+        wanted = {
+            name: boxes_of(local_parts(kinds[name].shape, sharding))
+            for name, sharding in shardings.items()
+        }
 
         def new_memory(name: str, box: ShardBounds) -> Any:
             return buffers.take(
@@ -378,7 +379,7 @@ class ArrayReader:
         stored: dict[str, Any],
         ahead: int,
     ) -> None:
-        """Wait until an array is read; up to `ahead` bytes may have to be transferred for it."""
+        """Wait until an array is read, before which up to `ahead` bytes may be transferred."""
         name = reading.name
         for box, future in reading.reads.items():
             if isinstance(future, futures.Future):

@@ -87,7 +87,8 @@ class _LocalPart(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _division(sharding: Any, shape: tuple[int, ...], itemsize: int) -> _Division:
     divided = divide_replicas(sharding, shape, itemsize)
-    # Device of this process → the position of its shard, in this order, and the shard's bounds.
+    # Device of this process → the position of its shard among those of this process, and the
+    # shard's bounds.
     shards: dict[Any, tuple[int, ShardBounds]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         shards[device] = len(shards), bounds(index, shape)

@@ -138,8 +138,8 @@ def _locked(path: str, directory: str, prefix: str) -> io.FileIO:
 def _try_to_claim(handle: int) -> bool:
     """Lock a file, and return whether this process may write the prefix.
 
-    On a file system without locks, nothing is locked: it may if the owner that the file names does
-    not exist, or counts as dead.
+    On a file system without locks, nothing is locked: it may if the file names no owner, or one
+    that does not exist or counts as dead.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

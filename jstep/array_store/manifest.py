@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: a JSON description of its leaves and files.
 
-Its last line is a checksum of the lines before. It has no other checksums: those of the arrays are
-in their database (`array_writer`).
+Its last entry is a checksum of all that precedes it. It has no other checksums: those of the arrays
+are in their database (`array_writer`).
 """
 
 import dataclasses

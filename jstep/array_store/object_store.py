@@ -116,7 +116,6 @@ class ObjectStore(Store):
         The index may lack entries: somebody has deleted them, or copied a bucket in which they were
         empty objects, as they once were. A run that believed such an index would start from
         scratch, and overwrite what is there.
-
         """
         for _ in range(_MAX_LISTINGS):
             found = self._find_newest(prefix)
@@ -170,7 +169,8 @@ class ObjectStore(Store):
         newest = next(checkpoints, None)
         if newest is None:
             return {}
-        # `newest_first` has just set both.
+        # Both are what `newest_first` has found last. It sets `_attempts` each time, and `_lost`
+        # only if it lists all objects.
         others = len(self._attempts.keys() | self._lost.keys()) - 1
         if others < _MIN_LISTED or not self._is_list_short(newest[1], others):
             return dict([newest, *checkpoints])

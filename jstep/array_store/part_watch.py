@@ -22,7 +22,7 @@ _SLOWDOWN = 10
 def patience_secs(part_bytes: float, own_bytes: int, own_secs: float) -> float:
     """Return the seconds without growth after which a part counts as hanging.
 
-    These are `PATIENCE_SECS`, and the time in which a slow process flushes all of its part.
+    This is `PATIENCE_SECS` plus the time in which a slow process flushes all of its part.
 
     Args:
         part_bytes: The bytes of the part.

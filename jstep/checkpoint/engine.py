@@ -254,9 +254,9 @@ class SaverEngine:
     def _find_copied_params(self, leaves: StateLeaves, saved: SavedState) -> set[str] | None:
         """Return the names of the parameters' arrays, if the thread of the save can check them.
 
-        It finds in their copies whether they are finite. None if it cannot: there are no copies,
-        they lack parameters that are left out, or on a device or another process, or they have
-        another dtype.
+        It finds in their copies whether they are finite. None if it cannot: the save is not in the
+        background, there are several processes, a leaf is left out, or a parameter is stored as
+        another dtype or is not in the host's memory.
         """
         if not self._is_async or jax.process_count() > 1 or saved.left_out:
             return None

@@ -178,7 +178,8 @@ class Retention:
 
         Sets of steps:
             others: All but the new one.
-            temporary: Those of them that are temporary.
+            temporary: Those that the newest manifest lists as temporary, and that were not saved
+                again as permanent ones.
             replaced: The temporary ones that this save deletes: all but the newest finite one.
             evicted: The permanent ones that this save deletes.
         """

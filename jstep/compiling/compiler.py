@@ -47,7 +47,7 @@ class CompileJob(NamedTuple):
     Attributes:
         first: The first step that needs it.
         make: Compiles it for the arguments of one step, of which only the shapes matter. For the
-            first program it ignores them, and waits for the first batch.
+            first program it ignores them, and waits for the shapes of the first batch.
         args: The shapes to call `make` with; None for those of the latest chunk when the
             compilation begins.
         is_quiet: Whether nothing is logged about it.

@@ -211,7 +211,7 @@ _TIMED_CALLS = 5
 
 
 def choose_max_steps(seconds: float) -> int:
-    """Return the largest power of 2, ≥ 1, of steps of this duration that a call may have."""
+    """Return how many steps of this duration a call may have: a power of 2, at least 1."""
     exponent = max(0, math.floor(math.log2(MAX_CALL_SECS / seconds)))
     return int(min(MAX_STEPS_PER_CALL, 2**exponent))
 

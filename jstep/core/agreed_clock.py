@@ -65,8 +65,8 @@ class AgreedClock:
         """Return the number of steps to the next exchange; the period ends in `left` seconds."""
         if left <= 0 or self._latest is None:
             return 1
-        # The host runs ahead of the device, but each exchange waits for it. So as many steps were
-        # computed since the latest exchange began, even if the newest of them are still running.
+        # The host runs ahead of the device, but each exchange waits for it. So the time between two
+        # exchanges is that of the steps between them, even if the newest are still running.
         steps = max(1, exchange.step - self._latest.step)
         secs_per_step = (exchange.time - self._latest.time) / steps
         shortest = min(_SHORTEST_GAP, secs / 10)

@@ -23,7 +23,7 @@ from jstep.core.threads import AGREEING, doing
 _HEAD = 1024
 """The bytes of the message that each exchange begins with."""
 _KIND = 64
-"""The bytes of its head that name the kind of exchange. The size of the data follows, in eight
+"""The bytes of that message that name the kind of exchange. The size of the data follows, in eight
 bytes, and then the first bytes of the data."""
 _T = TypeVar("_T")
 

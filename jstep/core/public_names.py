@@ -108,7 +108,7 @@ def find_hint(typed: str) -> str:
     """Return a hint at jstep's equivalent of a name of another library; empty if unknown.
 
     Forms: `AdamOptimizer`, `Optimizer.minimize`, `minimize(global_step=)`, `(use_locking=)`,
-    `apply_gradients()`.
+    `apply_gradients()`, `train(*)`.
     """
     return _hints().get(typed) or _folded_hints().get(typed.casefold(), "")
 

@@ -281,7 +281,7 @@ class StopSignals:
     def stop_all(self) -> bool:
         """Request from JAX's service that all processes stop after the same call, as for a signal.
 
-        Return False if there is no service. It polls for requests once a second.
+        The service polls for requests once a second. Return False if there is none.
         """
         if self._handler_of_jax is None:
             return False

@@ -162,7 +162,7 @@ def done_in_time(fn: Callable[[], Any], seconds: float, *, name: str) -> bool:
 
 
 def map_in_tasks(fn: Callable[[_T], _R], items: Sequence[_T], sizes: Sequence[int]) -> list[_R]:
-    """Return `fn` of each item, which reads `sizes` bytes without the interpreter's lock.
+    """Return `fn` of each item; `sizes` are the bytes that each reads without Python's lock.
 
     The items are divided into few tasks of about equal bytes, of which this thread runs one: a task
     for each item would cost more than reading a small item.

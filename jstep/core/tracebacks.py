@@ -44,8 +44,7 @@ def shortens_tracebacks(fn: Callable[_P, _T], *, typed: str = "") -> Callable[_P
         try:
             return fn(*args, **kwargs)
         except BaseException as error:
-            is_type_error = isinstance(error, TypeError)
-            renamed = rename_arguments(fn, kwargs, typed) if is_type_error else None
+            renamed = rename_arguments(fn, kwargs, typed) if isinstance(error, TypeError) else None
             if renamed is None:
                 if isinstance(error, TypeError):
                     hint = explain_call(fn, args, kwargs, error, typed)

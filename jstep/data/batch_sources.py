@@ -29,9 +29,8 @@ class BatchSource:
     """Batches from one step on. A run checks what can be done with them, never their kind.
 
     The loop, or a thread ahead of it, takes batches from `items` and calls `read_position` after
-    each. All other methods are the loop's: it calls `end_fetch` when it takes
-    the batches of a call, so that `position_after` can tell the position before that call from the
-    one after it.
+    each. All other methods are the loop's: it calls `end_fetch` when it takes the batches of a
+    call, so that `position_after` can tell the position before that call from the one after it.
 
     Args:
         given: What the user passed.
@@ -175,9 +174,7 @@ class Loader(BatchSource):
     def set_back(self, trained: int, fetched: int, *, is_idle: bool) -> None:
         if not hasattr(self.given, "__next__"):
             return  # the next run begins another pass over it
-        position = None
-        if is_idle:
-            position = self.position_after(trained)
+        position = self.position_after(trained) if is_idle else None
         count = batches_since(position)
         # If none was fetched, a signal ended the wait for `count` batches to be fetched again, and
         # that wait must not be repeated here.

@@ -257,8 +257,8 @@ def _warn_without_position(name: str, opening: _Opening) -> None:
 
 
 def check_batches(batches: Tree) -> None:
-    is_tuple = isinstance(batches, tuple) and len(batches) > 0
-    if _is_array(batches) or (is_tuple and all(map(_is_array, batches))):
+    has_items = isinstance(batches, tuple) and len(batches) > 0
+    if _is_array(batches) or (has_items and all(map(_is_array, batches))):
         raise TypeError(
             "batches: must be a source of batches, got arrays; use jstep.batches(x, batch_size), "
             "or lambda step: x to train on all of x at each step"

@@ -274,9 +274,7 @@ def _keep_generators(path: str, current: Any, saved: Any) -> Any:
 
 
 def _fill_attributes(name: str, value: object, saved: Any) -> None:
-    lacking: list[str] = []
-    if isinstance(saved, dict):
-        lacking = sorted(vars(value).keys() - saved.keys())
+    lacking = sorted(vars(value).keys() - saved.keys()) if isinstance(saved, dict) else []
     if lacking:
         raise ValueError(
             f"{name}: the checkpoint has no value for its {format_list(lacking, 8)}: it was saved "

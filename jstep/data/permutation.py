@@ -178,8 +178,8 @@ class Lookahead:
             return block.lines[line:]
         count = least
         # Read in sequence if the position is in the block, or not far behind its end.
-        distance_to_block = (epoch - block.epoch) * self._domain.n + start - block.start
-        if 0 <= distance_to_block <= len(block.lines) * block.distance + least * distance:
+        from_start = (epoch - block.epoch) * self._domain.n + start - block.start
+        if 0 <= from_start <= len(block.lines) * block.distance + least * distance:
             lines_left = (self._domain.n - start) // distance
             count = max(least, min(_LOOKAHEAD_ROWS // max(width, 1), lines_left))
         positions = start + np.arange(0, count * distance, distance)[:, None] + np.arange(width)

@@ -149,7 +149,7 @@ def clip_norms(
     norm_of: Callable[[Array, tuple[int, ...]], Array],
     norm: Any = None,
 ) -> Any:
-    """Scale arrays to a limit of `norm`, by default `norm_of(array, dense shape)`.
+    """Scale arrays down so that `norm`, by default `norm_of(array, dense shape)`, is ≤ `limit`.
 
     The limit is not checked.
     """

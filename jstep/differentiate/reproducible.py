@@ -176,9 +176,7 @@ def _levels(number: int, operations: Sequence[Operation]) -> Iterator[dict[str, 
         for atom in operation.eqn.outvars:
             # Operations on shards come first in a level, so that others of the same level may use
             # their results.
-            ready[atom] = number_of_level
-            if way != SHARDS:
-                ready[atom] += 1
+            ready[atom] = number_of_level if way == SHARDS else number_of_level + 1
             if way == WHOLE:
                 whole[atom] = number_of_level
     return (levels[level] for level in sorted(levels))

@@ -105,9 +105,9 @@ class EvaluationBatches:
             return None
         if shardings is None:
             # A JAX array, a shape or a Python number stays as it is.
-            on_host = (np.ndarray, np.generic)
+            host_types = (np.ndarray, np.generic)
             return jax.tree.map(
-                lambda leaf: _device_shape(leaf) if isinstance(leaf, on_host) else leaf, args
+                lambda leaf: _device_shape(leaf) if isinstance(leaf, host_types) else leaf, args
             )
         return _map_leaves(_device_shape, args, shardings)
 
@@ -245,12 +245,9 @@ def num_examples(args: Any) -> int | str:
 def _map_leaves(
     fn: Callable[[Any, Any], Any], args: tuple[Any, ...], shardings: Tree
 ) -> tuple[Any, ...]:
-    def over(batch: Any) -> Any:
-        return jax.tree.broadcast(shardings, batch, is_leaf=lambda x: isinstance(x, Sharding))
-
-    # Shardings that are not a tuple belong to the only argument.
-    is_of_args = trees.is_plain_tuple(shardings) or len(args) != 1
-    leaf_shardings = over(args) if is_of_args else (over(args[0]),)
+    if len(args) == 1 and not trees.is_plain_tuple(shardings):
+        shardings = (shardings,)  # those of the only argument
+    leaf_shardings = jax.tree.broadcast(shardings, args, is_leaf=lambda x: isinstance(x, Sharding))
     return tuple(jax.tree.map(fn, args, leaf_shardings))
 
 

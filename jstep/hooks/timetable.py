@@ -139,7 +139,8 @@ class Timetable:
     Attributes:
         next_hook: The next step at which a hook that does not save is due.
         next_save: The next step at which a saver is due.
-        next_check: The first step of the next call after which the step of the state is read.
+        next_check: The step of the state is read after the first call that begins at this step or
+            later.
         body_interval: The interval in steps at which the body runs; None for every call.
     """
 

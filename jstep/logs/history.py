@@ -415,12 +415,10 @@ class History(ReportingHook):
                     self._put(step, row)
 
     def _new_steps(self, hook: Any) -> list[int]:
-        """Return the steps of an evaluation whose results have no row yet.
-
-        It reads only these from the end, as a run may have thousands of results.
-        """
+        """Return the steps of an evaluation whose results have no row yet."""
         pulled = self._pulled.get(hook.prefix, -1)
         new: list[int] = []
+        # From the newest backwards: a run may have thousands of results.
         for step in reversed(hook.results):
             if step <= pulled:
                 break

@@ -354,9 +354,7 @@ class SummarySaverHook(ReportingHook):
             leave_out.update(self._run.components.constant_metrics())
         if self._mean or self._run.sums.has_ratios:
             self._run.transfers.add(step, self._means(leave_out), self.deliver, self)
-        values: dict[str, Any] = {}
-        if not self._mean:
-            values = numbers.sorted_numbers(metrics, leave_out)
+        values = {} if self._mean else numbers.sorted_numbers(metrics, leave_out)
         self.deliver(step, values, metrics)
         if self._histograms:
             self._writer.add_summary(summarize_histograms(state, self._histograms), step)

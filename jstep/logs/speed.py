@@ -176,9 +176,7 @@ class StepCounterHook(RunHook):
         super().begin(state)
         self._reset()
         maker: MeterMaker | None = self._run.shared.get(MeterMaker)
-        self._meter = None
-        if maker is not None:
-            self._meter = maker.make(state, self._peak, self._flops)
+        self._meter = None if maker is None else maker.make(state, self._peak, self._flops)
         self._run.poll(self, self._begin_interval)
 
     def _begin_interval(self, *, wait: bool = False) -> None:

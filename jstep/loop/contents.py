@@ -95,7 +95,7 @@ class RunContents:
     def as_extra(self, contents: Contents, *, is_pre_end: bool = False) -> CheckpointExtra:
         """Return all that is saved beside the state.
 
-        Call it only once nothing prevents the save any more, as `on_save` of observers requires.
+        Call this only when nothing prevents the save any more, as `on_save` of observers requires.
         """
         run = self._run
         values = dict(contents.positions.values)

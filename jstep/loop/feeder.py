@@ -120,8 +120,8 @@ class BatchReader(Iterable[tuple[Any, Any, Any]]):
         If it fails, perhaps because no hook has begun yet, the loop opens the source again.
         """
         self._reopen_source = reopen_source
-        # A daemon, because the user's reader may hang. It may also compile, which in a daemon
-        # would abort the process at its exit: so that waits a few seconds for the thread.
+        # A daemon, because the user's reader may hang. It may also compile, and an exit meanwhile
+        # would abort the process, so the exit waits a few seconds for the thread.
         self._first_task = run_in_background(
             self._make_first, name="jstep-first-batch", daemon=True, exit_secs=READER_EXIT_SECS
         )

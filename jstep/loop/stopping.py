@@ -303,7 +303,7 @@ def save_stalled_run(run: RunContext) -> str:
 def _save_after_error(run: RunContext, error: BaseException) -> str:
     """Let each saver save; return what the note says of the state, as the rest of a sentence."""
     if not processes.is_single_process():
-        # Savers would call collectives here. At most, the state has been saved already.
+        # Savers would call collectives here, so the state is on disk only if it was saved before.
         own_saver = find_own_saver(run)
         if own_saver is not None and own_saver.has_saved_state(run.step, run.state):
             name = checkpoint_name(own_saver.saver.prefix, run.step)

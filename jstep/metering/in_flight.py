@@ -85,8 +85,8 @@ class InFlight:
         if self._are_donated:
             metrics = None
         result = metrics.get(LOSS) if isinstance(metrics, dict) else None
-        # At most steps, one comparison. Otherwise the loss is an array of another class, or there
-        # is none: the step has no such metric, or its metrics are donated.
+        # Usually one comparison. Otherwise the loss is an array of another class, or there is none:
+        # the step has no such metric, or its metrics are donated.
         if type(result) is not self._array_type:
             if not isinstance(result, jax.Array):
                 result = _find_result(state, metrics)

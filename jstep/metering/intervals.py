@@ -133,12 +133,11 @@ class Interval:
 
     def add(self, piece: Piece) -> None:
         columns = piece.columns
-        if self.ratios_only and not columns.ratios:
-            return
+        names = [*columns.names, *piece.host_sums]
         if self.ratios_only:
             names = columns.ratio_names
-        else:
-            names = [*columns.names, *piece.host_sums]
+            if not names:
+                return
         self._pieces.append(piece)
         self.names |= dict.fromkeys(names)
         # Merge pieces that have arrived, so that a long interval with many cuts keeps few arrays.

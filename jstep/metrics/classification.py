@@ -203,8 +203,9 @@ def confusion_matrix(
         {'0/0': 1, '0/1': 1, '1/0': 0, '1/1': 1}
     """
     size = as_int(num_classes, "num_classes", 1, "a number of classes")
-    class_indices = indices(predictions, "predictions")
-    predicted, truth = pair(class_indices, indices(labels, "labels"), ("predictions", "labels"))
+    predicted = indices(predictions, "predictions")
+    truth = indices(labels, "labels")
+    predicted, truth = pair(predicted, truth, ("predictions", "labels"))
     predicted, truth, weight = jax.tree.map(whole, (predicted, truth, as_weights(weights, labels)))
     valid = _is_class(predicted, size) & _is_class(truth, size)
     cell = truth.astype(jnp.int32) * size + predicted.astype(jnp.int32)
@@ -515,8 +516,9 @@ def _differs(vector: Array) -> Array:
 
 
 def scores_and_truth(scores: ArrayLike, labels: ArrayLike) -> tuple[Array, Array]:
-    numbers = _numbers(scores, "scores")
-    values, truth = pair(numbers, _numbers(labels, "labels"), ("scores", "labels"))
+    values = _numbers(scores, "scores")
+    truth = _numbers(labels, "labels")
+    values, truth = pair(values, truth, ("scores", "labels"))
     return _widen(values), truth == jnp.ones((), truth.dtype)
 
 

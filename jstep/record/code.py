@@ -14,7 +14,7 @@ from jstep.core.checks import truncate
 from jstep.core.logs import logger
 
 UNKNOWN = "unknown"
-"""The edits of a repository if git did not find them in time."""
+"""The edits of a repository if git did not find them in time, or cannot without its filters."""
 GIT_TIMEOUT_SECS = 2.0
 """The time limit for git, in seconds."""
 _SOURCES = tuple(f".{end}" for end in "py pyx sh c cc cpp cu cuh h hpp".split())  # noqa: SIM905
@@ -107,10 +107,10 @@ def _edits(directory: str, deadline: float) -> str | None:
     """Return a hash of uncommitted edits and of new source files; None if there are none."""
     settings = os.fsdecode(_git(directory, deadline, *_CONFIG)).split("\0")
     matches = map(_FILTER.fullmatch, settings)
-    # A filter is a program through which git passes each changed file. One from the user's own
-    # config is as unsafe as one from the repository's: it runs at the root of the repository, where
-    # `python -m` imports the modules that are there.
     filters = {match[1] for match in matches if match is not None}
+    # A filter is a program through which git passes each changed file. All are turned off: one from
+    # the user's own config is as unsafe as one from the repository's, because it runs at the root
+    # of the repository, where `python -m` imports the modules that are there.
     off: list[str] = []
     for name in filters:
         if "=" in name:

@@ -65,7 +65,7 @@ class RecordedValue(NamedTuple):
 
 
 def values_of(start: Mapping[str, Any]) -> dict[str, RecordedValue]:
-    """Return name → section and value of the settings, arguments and programs of a start.
+    """Return the values of a start that are compared, as name → section and value.
 
     Paths are left out: moving a run does not change it.
     """

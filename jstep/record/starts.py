@@ -139,8 +139,8 @@ class StartFile:
         self._config = fields["config"]
         config = self._config
         if len(encoded(config)) > _MAX_CONFIG:
-            # It is written into the file of the setup, once and immediately. This file is written
-            # each second.
+            # It is written into the file of the setup, which is made immediately and seldom
+            # replaced. This file is written each second.
             config = LARGE_CONFIG
             self._unwritten_setup = {}
         number = earlier[-1]["number"] + 1 if earlier else 1
@@ -462,7 +462,7 @@ def last_trained(starts: Sequence[Start]) -> Start | None:
 
 
 def original_of(where: str, starts: Sequence[Start]) -> str | None:
-    """Return the directory that a run was copied from; None if it was moved, or neither.
+    """Return the directory that a run was copied from; None if it is not a copy, or was moved.
 
     The original has the same start, which names the original's directory and its run.
     """

@@ -214,7 +214,7 @@ class Roles(Mapping[str, Role | None]):
         return self[name] not in _PARAMETER_ROLES
 
     def replace_roles(self, changes: Mapping[Role | None, Role]) -> "Roles":
-        """Return these roles, each that is a key of `changes` replaced by its value."""
+        """Return these roles, with roles that are keys of `changes` replaced by their values."""
         return self.merge(Roles({name: changes.get(role, role) for name, role in self.items()}))
 
 

@@ -350,7 +350,7 @@ def _widen_to_bytes(array: Any) -> Any:
 def _sums(words: np.ndarray[Any, Any], row_size: int, half: int) -> np.ndarray[Any, Any]:
     """Return the sums of words, which are keyed by their row and their position in it.
 
-    A row has the elements that 32 bits can index.
+    A row is the part of an array, along its last axes, that 32 bits can index (`indexable_size`).
     """
     total = np.zeros(2, np.uint64)
     base = np.arange(min(_PIECE, len(words)), dtype=U) * U(STRIDE)

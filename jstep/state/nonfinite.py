@@ -62,9 +62,9 @@ class StateContents:
         return [path for path, contents in self.contents().items() if contents == NAN]
 
     def worse_since(self, earlier: "StateContents | None") -> tuple[dict[str, int], list[str]]:
-        """Return the parameters and slots that have become worse, and the slots now infinite.
+        """Return path → contents that have become worse, and the slots that have become infinite.
 
-        A slot that has become infinite is only in the second.
+        The latter are not among the former.
         """
         old = {} if earlier is None else earlier.contents()
         worse: dict[str, int] = {}

@@ -369,7 +369,7 @@ def _unaliased_copy(leaf: Any) -> Any:
 
 
 def place_with_params(state: Tree) -> Tree:
-    """Replicate leaves that are not on a mesh over the parameters' mesh, with several processes.
+    """With several processes, replicate the leaves on no mesh over the mesh of the parameters.
 
     JAX accepts such a leaf, often the step, in the first call, and returns it on the mesh. So
     without this the step is compiled twice, and a run that takes no step cannot save: each process

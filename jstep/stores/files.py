@@ -51,9 +51,7 @@ def read_small(path: str, limit: int, *, follow_link: bool = True) -> bytes:
     with open_for_reading(path, follow_link=follow_link) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
-        data = b""
-        if size <= limit:
-            data = file.read(limit + 1)
+        data = file.read(limit + 1) if size <= limit else b""
     # It may have grown meanwhile.
     if max(size, len(data)) > limit:
         raise ValueError(f"{printable(path)}: has more than {limit} bytes")
@@ -107,10 +105,7 @@ def may_be_file(path: str) -> bool:
 
 
 def names_in(path: str) -> list[str]:
-    if is_url(path):
-        names = Bucket(path).listing()
-    else:
-        names = os.listdir(path)
+    names = Bucket(path).listing() if is_url(path) else os.listdir(path)
     return sorted(name for name in names if "/" not in name)
 
 

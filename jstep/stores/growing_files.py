@@ -75,8 +75,8 @@ class ObjectAppender:
         self._lock = threading.Lock()
         # Keys and data of the full objects that are not uploaded yet; only an upload removes them.
         self._full: list[tuple[str, bytes]] = []
-        # The growing object: its key, its data, and how many bytes of them the store has; -1 if the
-        # object does not exist.
+        # The growing object: its key, its data, and how many bytes of them need no upload: -1 for
+        # the first object, so that it is made even without data, and the header of a later one.
         self._key = next_key()
         self._data = bytearray(kept or header)
         self._uploaded = -1

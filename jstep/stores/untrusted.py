@@ -184,7 +184,7 @@ def _is_below_proc_or_dev(path: str) -> bool:
 
 
 def _parent(where: str) -> str:
-    """Return the directory above a run's, or the run's if the other is the root."""
+    """Return the directory above a run's; the run's own if that is the root."""
     parent = os.path.dirname(where)
     is_root = os.path.dirname(parent) == parent
     return where if is_root else parent

@@ -282,10 +282,7 @@ def merge_all(key: str = SUMMARIES) -> Summary | None:
     """
     as_string(key, "key", "the name of a collection")
     collector = _innermost_collector(key)
-    if collector is None:
-        expected_trace = _no_trace()
-    else:
-        expected_trace = collector.trace
+    expected_trace = _no_trace() if collector is None else collector.trace
     if _trace() != expected_trace:
         what = f"merge_all({key!r}) was called inside a function that JAX is tracing"
         raise RuntimeError(f"{what}; wrap it before: jax.jit(jstep.summary.collect(fn))")

@@ -251,7 +251,7 @@ def one_shape(leaf: object) -> Any:
         return leaf
     if isinstance(leaf, jax.Array) and leaf.committed:
         return shape_of(leaf, leaf.sharding)
-    return shape_of(leaf, None)
+    return shape_of(leaf)
 
 
 def _traced_step(jaxpr: Any, out: Any) -> TracedStep:

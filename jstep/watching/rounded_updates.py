@@ -39,7 +39,8 @@ class RoundedUpdates(Observer):
         ):
             return
         self._is_said = True
-        # Half of the smallest relative distance between neighboring values, which is eps / 2.
+        # Neighboring values differ by at least eps / 2 of their size; an update below half of that
+        # is rounded away.
         finfo: Any = jnp.finfo
         lost = min(float(finfo(dtype).eps) / 4 for dtype in found.rounded.values())
         logger.info(

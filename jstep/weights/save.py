@@ -281,7 +281,8 @@ def save_weights(
     shards = [sorted(group.values(), key=lambda item: -item.tensor.itemsize) for group in groups]
     file = path
     if len(shards) == 1 and os.path.islink(path):
-        # A link to a file is followed. Several shards, and their index, are written beside it.
+        # A link to a file is followed. Several shards are written beside it, and their index
+        # replaces it.
         file = os.path.realpath(path)
     files = NewFiles(file, len(shards))
     # Gathering is a collective: all processes take part to the end, even if the first one fails.
